@@ -14,10 +14,9 @@ from marin_rl.config.command_line import (
     run_command,
     without_collections,
 )
-from marin_rl.utils.output import go_on_without_output
-from marin_rl.utils.settings.yaml_text import to_yaml
 
 FLAGS = {
+    "dry_run": "Read all data, check everything that the run will need, and stop.",
     "print_config": "Print the config with all defaults, and stop.",
     **RESUME_FLAGS,
 }
@@ -42,22 +41,10 @@ def _run(arguments: Sequence[str]) -> int:
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
         from marin_rl.config.train_config import SftConfig
-        from marin_rl.training.config_changes import refuse_moved_runs
-        from marin_rl.training.earlier_run import resolve_model
-        from marin_rl.training.session import run_session
-        from marin_rl.training.supervised_run import prepare_sft
+        from marin_rl.training.session import run_parsed
+        from marin_rl.training.supervised_run import dry_run_sft, prepare_sft
 
-    parsed = parse_run_config(SftConfig, checked, FLAGS)
-    if "print_config" in parsed.flags:
-        print(to_yaml(resolve_model(parsed.config)), end="")
-        return 0
-    refuse_moved_runs(parsed.files, parsed.config.run_dir)
-    go_on_without_output()
-    accept_changes = "accept_changes" in parsed.flags
-    run_session(
-        parsed.config, sys.stdout, prepare_sft, accept_changes=accept_changes, named=parsed.named, started=started
-    )
-    return 0
+    return run_parsed(parse_run_config(SftConfig, checked, FLAGS), started, prepare_sft, dry_run_sft)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from marin_rl.config.command_line import (
     run_command,
     without_collections,
 )
-from marin_rl.utils.output import escape, go_on_without_output
-from marin_rl.utils.settings.yaml_text import to_yaml
 
 FLAGS = {
     "dry_run": "Check everything that the run will need, print the size of a step, and stop.",
@@ -44,34 +42,9 @@ def _run(arguments: Sequence[str]) -> int:
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
         from marin_rl.config.train_config import TrainConfig
-        from marin_rl.training.config_changes import refuse_moved_runs
-        from marin_rl.training.earlier_run import resolve_model
-        from marin_rl.training.session import run_session
+        from marin_rl.training.session import run_parsed
 
-    parsed = parse_run_config(TrainConfig, checked, FLAGS)
-    accept_changes = "accept_changes" in parsed.flags
-    if "print_config" in parsed.flags:
-        print(to_yaml(resolve_model(parsed.config)), end="")
-        return 0
-    refuse_moved_runs(parsed.files, parsed.config.run_dir)
-    if "dry_run" not in parsed.flags:
-        go_on_without_output()
-        run_session(parsed.config, sys.stdout, accept_changes=accept_changes, named=parsed.named, started=started)
-        return 0
-    import jax
-
-    from marin_rl.training.dry_run import dry_run
-
-    # The accelerators may be those of a running job, or absent.
-    jax.config.update("jax_platforms", "cpu")
-
-    def report(text: str) -> None:
-        print(escape(text), flush=True)
-
-    problems = dry_run(parsed.config, report, accept_changes=accept_changes, named=parsed.named)
-    for problem in problems:
-        print(f"error: {escape(problem)}", file=sys.stderr)
-    return 1 if problems else 0
+    return run_parsed(parse_run_config(TrainConfig, checked, FLAGS), started)
 
 
 if __name__ == "__main__":

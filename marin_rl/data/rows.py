@@ -154,7 +154,7 @@ def encode_episode(
     roles = [message["role"] for message in completion]
     if any(one == other == "assistant" for one, other in itertools.pairwise(roles)):
         raise ValueError(f"{row.where}: two assistant messages follow each other; join them to one")
-    shown = [*_tools(row), *prompt]
+    shown = _with_tools(prompt, _read_tools(row))
     try:
         return tokenizer.encode_replies([*shown, *completion], len(shown))
     except ValueError as error:
@@ -212,19 +212,24 @@ def _call(call: Any, where: str) -> str:
     return f"{CALL_START}\n{text}\n{CALL_END}"
 
 
-def _tools(row: Row) -> list[Message]:
-    """Return a system message that carries the tools of a row, if there are any."""
+def _read_tools(row: Row) -> list[Mapping[str, Any]]:
     tools = row.values.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except ValueError as error:
             raise ValueError(f"{row.where}: column 'tools' is not JSON: {error}") from error
-    if not tools:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"{row.where}: column 'tools' holds {tools!r:.200}; it must be a list of JSON schemas")
-    return [Message(role="system", content="", tools=tools, tools_in_words=describe_schemas(tools))]
+    return tools or []
+
+
+def _with_tools(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return the prompt with tools in its system message, which is added if there is none."""
+    if not tools:
+        return list(prompt)
+    text, rest = (prompt[0]["content"], prompt[1:]) if prompt[0]["role"] == "system" else ("", prompt)
+    return [Message(role="system", content=text, tools=tools, tools_in_words=describe_schemas(tools)), *rest]
 
 
 def _encode_text(row: Row, tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:

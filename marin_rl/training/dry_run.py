@@ -9,10 +9,12 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
@@ -122,7 +124,7 @@ def dry_run(
     config = resolved or config
     with contextlib.ExitStack() as opened:
         parts = RunParts(config, config.trainer, opened, report, without_judge)
-        state = found.attempt(_directory_state, parts, accept_changes=accept_changes, named=named)
+        state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
         found.attempt(check_weight_files, config.initialize_from, config.run_dir, config.tokenizer.path)
         found.attempt(check_trackers, config.trainer.tracker)
         found.attempt(check_ray, config.mode, config.workers.tpu_slice)
@@ -150,6 +152,48 @@ def dry_run(
     return found.problems
 
 
+def dry_run_supervised(
+    read: Callable[[Any], tuple[Any, str]],
+    config: AbstractSupervisedConfig,
+    report: Report,
+    *,
+    accept_changes: bool = False,
+    named: Collection[str] = (),
+) -> list[str]:
+    """Check everything that a run on data needs: files, tokenizer, all rows, trackers and run directory.
+
+    Args:
+        read: reads the data of a config whose `model` is set; returns the config with `num_steps`, and a description.
+        config: config of the run.
+        report: as for `dry_run`.
+        accept_changes: as for `dry_run`.
+        named: as for `dry_run`.
+
+    Returns:
+        The problems, one for each reason for which the run cannot start; empty if it can.
+    """
+    found = DryRun(report)
+    found.attempt(check_trackers, config.trainer.tracker)
+    if (resolved := found.attempt(resolve_model, config)) is None:
+        return found.problems
+    found.attempt(check_weight_files, resolved.initialize_from, resolved.run_dir, resolved.tokenizer.path)
+    tokenizer = found.attempt(resolved.tokenizer.build)
+    if tokenizer is None or (data := found.attempt(read, resolved)) is None:
+        return found.problems
+    config, described = data
+    found.line("data", described)
+    weights = config.initialize_from, config.model
+    vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
+    if vocab_size is not None and config.model is not None:
+        spec = PolicySpec(config.model, vocab_size, config.trainer, lora=config.lora)
+        found.line("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}")
+    found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} rows")
+    state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
+    if state is not None and not found.problems:
+        report(f"no problems found: {state.outlook}")
+    return found.problems
+
+
 @dataclasses.dataclass(frozen=True)
 class _DirectoryState:
     """What a run directory contains."""
@@ -162,9 +206,9 @@ class _DirectoryState:
     """Why an object store could not be read."""
 
 
-def _directory_state(parts: RunParts, *, accept_changes: bool, named: Collection[str]) -> _DirectoryState:
+def _directory_state(config: AbstractRunConfig, *, accept_changes: bool, named: Collection[str]) -> _DirectoryState:
     """Check that the run can start or resume in its directory."""
-    config, directory = parts.config, RunDirectory(storage_path(parts.config.run_dir, "run_dir"))
+    directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
     outlook = f"the run is finished: it has done all {config.num_steps} steps"
     try:
         progress = finished_progress(config, directory, named, accept_changes=accept_changes)
@@ -181,7 +225,7 @@ def _directory_state(parts: RunParts, *, accept_changes: bool, named: Collection
             return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
         progress, files, checkpoint = loaded
         compare_on_resume(files, checkpoint.path, digest_inputs(config), accept=accept_changes)
-        if config.needs_initial_policy:
+        if isinstance(config, TrainConfig) and config.needs_initial_policy:
             checkpoints.open(0)
     except StorageError as error:
         # A machine without access to the store can check the config of a run on other machines.

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, TextIO, cast
 
 import jax
 
+from marin_rl.config.command_line import ParsedConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -32,6 +34,7 @@ from marin_rl.training.config_changes import (
     finished_progress,
     plan_changes,
     record_changes,
+    refuse_moved_runs,
 )
 from marin_rl.training.console import ProgressDisplay, describe_step, print_and_log, report_finished
 from marin_rl.training.earlier_run import export_folder, read_config, resolve_model
@@ -44,6 +47,7 @@ from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
 from marin_rl.utils.errors import Closing, UserError, explain, writing
 from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.utils.logs import log_to, module_levels
+from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.yaml_text import to_yaml
 from marin_rl.utils.storage import storage_path
 from marin_rl.utils.timing import PhaseTimer, compile_clock
@@ -58,6 +62,47 @@ the arguments of `open_run` after the config."""
 def prepare_rl(config: TrainConfig) -> tuple[AbstractRunConfig, Callable[..., AbstractRun]]:
     """Return the function that opens an RL run, which reads its data itself; see `Prepare`."""
     return config, functools.partial(open_run, config)
+
+
+DryRunOf = Callable[..., list[str]]
+"""Checks a config, with the arguments of `dry_run`; returns the problems."""
+
+
+def run_parsed(
+    parsed: ParsedConfig[Any], started: float, prepare: Prepare = prepare_rl, dry_run_of: DryRunOf | None = None
+) -> int:
+    """Do what the flags of a command that trains ask for: print the config, check it, or train.
+
+    Args:
+        parsed: config and flags.
+        started: `time.perf_counter()` at the start of the command.
+        prepare: as for `run_session`.
+        dry_run_of: checks the config; None for that of RL.
+
+    Returns:
+        Exit status.
+    """
+    if "print_config" in parsed.flags:
+        print(to_yaml(resolve_model(parsed.config)), end="")
+        return 0
+    refuse_moved_runs(parsed.files, parsed.config.run_dir)
+    choices = {"accept_changes": "accept_changes" in parsed.flags, "named": parsed.named}
+    if "dry_run" not in parsed.flags:
+        go_on_without_output()
+        run_session(parsed.config, sys.stdout, prepare, **choices, started=started)
+        return 0
+    from marin_rl.training.dry_run import dry_run
+
+    # The accelerators may be those of a running job, or absent.
+    jax.config.update("jax_platforms", "cpu")
+
+    def report(text: str) -> None:
+        print(escape(text), flush=True)
+
+    problems = (dry_run_of or dry_run)(parsed.config, report, **choices)
+    for problem in problems:
+        print(f"error: {escape(problem)}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def run_session(

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import SftConfig
-from marin_rl.data.dataset import Batches, describe, join_examples, read_examples
+from marin_rl.data.dataset import Batches, Encoded, describe, join_examples, read_examples
 from marin_rl.data.rows import Example
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
@@ -31,6 +31,7 @@ from marin_rl.model_parts import AbstractModelParts, Report
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.supervised_parts import SftParts
+from marin_rl.training.dry_run import dry_run_supervised
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
 from marin_rl.training.open_run import compare_files, interruptible, load_state, report_resume
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
@@ -91,7 +92,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
             "epoch": self.task.epochs(step),
             "updates": float(progress.updates),
             "tokens/trained_per_second": packed.num_loss_tokens / timer.seconds["step"],
-            "tokens/per_second": packed.num_tokens / timer.seconds["step"],
+            "tokens/processed_per_second": packed.num_tokens / timer.seconds["step"],
             "batch/packing_efficiency": packed.num_tokens / packed.num_positions,
             "batch/microbatches": float(len(packed.microbatches)),
             **{f"seconds/{phase}": timer.seconds[phase] for phase in ("batch", "step")},
@@ -220,9 +221,8 @@ def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedR
     Raises:
         ValueError: if the data is invalid; the message names the file, the line and the column.
     """
-    train, held_out = read_examples(config.data, "data", config.batch, config.tokenizer.build())
+    config, train, held_out = _read(config)
     batches = Batches(train.examples, config.batch.size, config.seed)
-    config = dataclasses.replace(config, num_steps=config.num_steps or batches.steps(config.epochs))
 
     def make_task(parts: SftParts) -> SupervisedTask:
         parts.report(describe(train, held_out))
@@ -234,6 +234,23 @@ def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedR
         )
 
     return config, functools.partial(open_supervised, config, SftParts, make_task)
+
+
+def dry_run_sft(config: SftConfig, report: Report, *, accept_changes: bool, named: Collection[str]) -> list[str]:
+    """Check everything that a run needs, and read all its data; see `dry_run_supervised`."""
+
+    def read(config: SftConfig) -> tuple[SftConfig, str]:
+        config, *data = _read(config)
+        return config, describe(*data)
+
+    return dry_run_supervised(read, config, report, accept_changes=accept_changes, named=named)
+
+
+def _read(config: SftConfig) -> tuple[SftConfig, Encoded, Encoded]:
+    """Return the config with `num_steps`, the rows to train on, and those that are held out."""
+    train, held_out = read_examples(config.data, "data", config.batch, config.tokenizer.build())
+    steps = Batches(train.examples, config.batch.size, config.seed).steps(config.epochs)
+    return dataclasses.replace(config, num_steps=config.num_steps or steps), train, held_out
 
 
 def pack_cross_entropy(batch: RolloutBatch, parts: AbstractModelParts) -> PackedBatch:
