@@ -1,0 +1,148 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Supervised fine-tuning: a run, its resume, its files, and RL from its weights."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import yaml
+
+from marin_rl import supervised_parts
+from marin_rl.export import ExportRunConfig, run_export
+from marin_rl.sft import main
+from marin_rl.training.earlier_run import load_policy, load_run, require_rl
+from marin_rl.utils.errors import RunDirectoryError
+from tests.fork_server import popen
+from tests.tiny_run import PROBLEMS, TINY, TinyRun, _learner, changed, copy_of, outcome
+
+NUM_ROWS, SIZE = len(PROBLEMS), 16
+
+
+class SftRun(TinyRun):
+    """A run directory and its command."""
+
+    def train(self, *more: str) -> int:
+        with mock.patch.object(supervised_parts, "Learner", _learner):
+            return main([*self.argv, *more])
+
+
+def make(folder: Path, **changes: Any) -> SftRun:
+    """Create a run that has not started, on the worked answers of the tiny run."""
+    data = folder / "rows.jsonl"
+    rows = [{"prompt": row["prompt"], "completion": row["worked_answer"]} for row in PROBLEMS]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = SftRun(folder / "run", folder / "tiny.yaml")
+    shared = {key: TINY[key] for key in ("seed", "model", "trainer")}
+    config = {
+        **shared,
+        "run_dir": str(run.path),
+        "data": {"path": str(data), "held_out": 0.2},
+        "batch": {"size": SIZE, "max_length": 12},
+        "epochs": 3,
+        "optimizer": {**TINY["optimizer"], "learning_rate": 2e-2},
+        "evaluation": {"every": 4},
+        "checkpoint": {"every": 3, "keep_every": 1},
+    }
+    settings = {name.replace("__", "."): value for name, value in changes.items()}
+    run.config.write_text(yaml.safe_dump(changed(config, settings), sort_keys=False))
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SftRun:
+    """An uninterrupted run. Tests must not change it."""
+    run = make(tmp_path_factory.mktemp("sft"))
+    assert run.train() == 0
+    return run
+
+
+def test_a_run_learns_for_whole_epochs(finished: SftRun):
+    records = finished.records()
+    first, last = records[0], records[-1]
+    assert [record["step"] for record in records] == list(range(len(records)))
+    trained = yaml.safe_load((finished.path / "config.yaml").read_text())["num_steps"]
+    assert last["step"] == trained
+    assert last["epoch"] == pytest.approx(3, abs=SIZE / 48)
+    assert last["epoch"] >= 3
+    assert last["eval/held_out/loss"] < 0.6 * first["eval/held_out/loss"]
+    assert last["eval/held_out/token_accuracy"] > first["eval/held_out/token_accuracy"]
+    assert [record["step"] for record in records if "eval/held_out/loss" in record] == [0, 4, 8, trained]
+    assert all(record["grad_norm"] > 0 for record in records[1:])
+    for name in ("curves.png", "hf/model.safetensors", "hf/tokenizer.json", "log.txt"):
+        assert (finished.path / name).exists()
+
+
+def test_a_run_killed_within_an_epoch_equals_an_uninterrupted_one(finished: SftRun, tmp_path: Path):
+    run = make(tmp_path)
+    with (tmp_path / "output.txt").open("wb") as output:
+        # Inside the write of the checkpoint of step 6, so that it goes on from step 3, within the first epoch.
+        command = [sys.executable, "-m", "marin_rl.sft", *run.argv]
+        process = popen(
+            command, stdout=output, env=os.environ, kill_at=(r"os\.mkdir .*\.step-00000006\.[^/]*partial$", 3)
+        )
+    assert process.wait() == -signal.SIGKILL, (tmp_path / "output.txt").read_text()
+    assert run.steps()[-1] == 3
+    assert run.train() == 0
+    found, expected = outcome(run), outcome(finished)
+    for part in ("records", "progress", "state", "hf"):
+        assert found[part] == expected[part], part
+
+
+def test_a_longer_run_equals_one_of_that_length(finished: SftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    longer = SftRun(**vars(copy_of(finished, tmp_path)))
+    assert longer.train() == 0
+    assert "is complete after step" in capsys.readouterr().out
+    assert longer.train("--num_steps", "12") == 0
+    whole = make(tmp_path, num_steps=12, run_dir=str(tmp_path / "whole"))
+    whole = dataclasses.replace(whole, path=tmp_path / "whole")
+    assert SftRun(**vars(whole)).train() == 0
+    assert outcome(longer)["state"] == outcome(whole)["state"]
+
+
+def test_changed_data_is_refused(finished: SftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = SftRun(**vars(copy_of(finished, tmp_path)))
+    data = finished.path.parent / "rows.jsonl"
+    text = data.read_text()
+    try:
+        data.write_text(text + text.splitlines(keepends=True)[0])
+        assert run.train("--num_steps", "12") == 1
+    finally:
+        data.write_text(text)
+    assert "rows.jsonl was changed" in capsys.readouterr().err
+
+
+def test_served_exported_and_continued(finished: SftRun, tmp_path: Path):
+    policy = load_policy(run=str(finished.path))
+    assert policy.max_context == TINY["model"]["seq_len"]
+    run_export(ExportRunConfig(run=str(finished.path), output=str(tmp_path / "weights")))
+    exported = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    assert exported == (finished.path / "hf" / "model.safetensors").read_bytes()
+    config, _ = load_run(str(finished.path), None)
+    with pytest.raises(RunDirectoryError, match=r"is a run of marin_rl\.sft, which has no environment"):
+        require_rl(config, str(finished.path), "it cannot be evaluated on tasks")
+
+
+def test_packed_rows_and_microbatches_do_not_change_the_run(finished: SftRun, tmp_path: Path):
+    for name, changes in {
+        "separate": {"batch__packing": False},
+        "one row": {"trainer__per_device_parallelism": 1},
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run = make(folder, num_steps=3, evaluation__every=0, **changes)
+        assert run.train() == 0
+        for found, expected in zip(run.records(), finished.records()[:4], strict=True):
+            for metric in ("loss/ce_avg", "grad_norm"):
+                if metric in found:
+                    np.testing.assert_allclose(found[metric], expected[metric], rtol=1e-5)
+    shutil.rmtree(tmp_path)
