@@ -10,6 +10,7 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
+from marin_rl.config.reference_config import InitialReferenceConfig, PolicyWeights
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig
@@ -21,7 +22,9 @@ from marin_rl.serve import ServeConfig
 from marin_rl.utils.settings.section_types import field_types, is_section
 
 REQUIRED: dict[str, dict[str, Any]] = {
+    "CheckpointReferenceConfig": {"path": "model"},
     "ConstantConfig": {"length": 1},
+    "ContextConfig": {"answer": True},
     "AgentConfig": {"tasks": ArithmeticConfig(), "command": ("agent",)},
     "EvaluateConfig": {"run": "run"},
     "FormatConfig": {"regex": "x"},
@@ -48,6 +51,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ReloadConfig": {"folder": "weights", "path": "hook.py", "function": "reload"},
     "RewardKlConfig": {"beta": 0.1},
     "ServeConfig": {"run": "run"},
+    "PolicyReferenceConfig": {"weights": PolicyWeights.AVERAGE},
+    "ReferencesByEnvironmentConfig": {"references": {"arithmetic": InitialReferenceConfig()}},
+    "ServerReferenceConfig": {"base_url": "http://localhost", "model": "teacher"},
     "SlicesConfig": {"tpu_type": "v5p-8"},
     "TextArenaConfig": {"id": "Nim-v0"},
     "TextGameConfig": {"id": "FrozenLake-v1"},

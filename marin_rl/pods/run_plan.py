@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from marin_rl.batching.packing import Prompt, choose_layout, count_microbatches
+from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.starting_weights import hf_folder
@@ -22,6 +23,7 @@ from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.tokenization.load import TokenizerLoadError
 from marin_rl.training.earlier_run import resolve_model
+from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.sharding import check_sharding
 
 ON_ONE_HOST = ("prefill", "short prefill", "decode")
@@ -254,7 +256,10 @@ def _held(run: RunShapes) -> dict[str, Number]:
     held = _weights(run, run.trained)
     held["optimizer"] = chip_bytes(run.place(state)) - held["weights"]
     if run.config.needs_reference:
-        held["reference"] = chip_bytes(run.sent)
+        teachers = [part.path for part in run.config.reference.parts if isinstance(part, CheckpointReferenceConfig)]
+        shapes = [teacher_spec(run.parts, path).policy for path in teachers]
+        shapes += [run.sent] if run.config.needs_initial_policy else []
+        held["reference"] = sum(chip_bytes(run.place(shape)) for shape in shapes)
     if run.config.mode is Mode.ASYNC:
         dtype, leaves = run.config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
         sent = [jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding) for leaf in leaves]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
@@ -40,6 +41,7 @@ from marin_rl.training import evaluation, warm_start
 from marin_rl.training.config_changes import finished_progress, plan_changes
 from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.open_run import read_progress
+from marin_rl.training.references import check_reference
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
 from marin_rl.training.step_records import check_trackers
 from marin_rl.training.trial_rollouts import (
@@ -139,6 +141,8 @@ def dry_run(
                 weights = config.initialize_from, config.model
                 vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
             found.attempt(parts.check_sampler, vocab_size or tokenizer.vocab_size)
+        if None not in (tokenizer, environment, config.model) and (reference := found.attempt(check_reference, parts)):
+            found.line("reference model", reference)
         if environment is None:
             found.attempt(_check_reward_files, config.environment, config.sandbox)
         else:
@@ -437,6 +441,9 @@ def _unchecked(parts: RunParts, state: _DirectoryState | None) -> list[str]:
             unchecked.append(f"{key}, the judge at {section.base_url}")
         if getattr(section, "runs_agents", False):
             unchecked.append(f"{key}, whose episodes are agents")
+    for part in config.reference.parts:
+        if isinstance(part, ServerReferenceConfig):
+            unchecked.append(f"the teacher at {part.base_url}")
     if isinstance(config.sampler, OpenAiSamplerConfig):
         unchecked.append(f"the inference server at {config.sampler.base_url}")
     if config.mode is Mode.ASYNC:
@@ -513,7 +520,6 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
             f"{block:,} tokens x {vocab_size:,} floats on each data-parallel device",
         ),
         ("evaluations", f"{evaluations:,}, of {held_out_tasks:,} held-out tasks"),
-        ("reference model", "yes" if config.kl.needs_reference else "not loaded, the KL coefficient is 0"),
         ("critic", critic),
     ]
 

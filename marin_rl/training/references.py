@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jmp
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.reference_config import (
@@ -26,12 +26,12 @@ from marin_rl.config.reference_config import (
 from marin_rl.environments.base import Split
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
-from marin_rl.learner.policy_spec import with_config
+from marin_rl.learner.policy_spec import PolicySpec, with_config
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
-from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
-from marin_rl.sampling.client import CompletionsClient
+from marin_rl.sampling.client import CompletionsClient, read_server_key
 from marin_rl.sampling.prompt_logprobs import PromptScorer
 from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens
 from marin_rl.training.batch_builder import ScoreReference
@@ -131,7 +131,7 @@ def _open_policy(
     scorer, first = own.scorer, initial() if reference.weights is PolicyWeights.INITIAL else None
 
     def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
-        weights = {PolicyWeights.LIVE: live, PolicyWeights.INITIAL: first, PolicyWeights.AVERAGE: average}
+        weights: Any = {PolicyWeights.LIVE: live, PolicyWeights.INITIAL: first, PolicyWeights.AVERAGE: average}
         policy, base = policy_of(weights[reference.weights]), parts.base
         # Longer rows may have other attention blocks.
         if own.model != parts.model:
@@ -146,11 +146,21 @@ def _open_policy(
 
 
 def load_teacher(parts: RunParts, path: str) -> Teacher:
-    """Load a teacher with an architecture of its own, in the compute precision of the run.
+    """Load a teacher in the compute precision of the run; the arguments and errors are those of `find_teacher`."""
+    own, folder = find_teacher(parts, path)
+    return Teacher(own, load_hf_policy(folder, parts.tokenizer, own.trainer, own.model))
+
+
+def find_teacher(parts: RunParts, path: str) -> tuple[RunParts, str]:
+    """Check a teacher without its weights.
 
     Args:
         parts: parts of the run.
         path: a run directory, or a folder or hub name in Hugging Face format.
+
+    Returns:
+        Parts of the run with the architecture of the teacher and its weights in compute precision, and the folder or
+        hub name of the weights.
 
     Raises:
         PolicyModelError: if it cannot be loaded, has fewer positions than rollouts have tokens, or another tokenizer
@@ -169,8 +179,46 @@ def load_teacher(parts: RunParts, path: str) -> Teacher:
         )
     precision, kind = parts.trainer.mp, parts.trainer.mp.compute_dtype
     trainer = dataclasses.replace(parts.trainer, mp=jmp.Policy(kind, kind, precision.output_dtype))
-    own = dataclasses.replace(parts, config=dataclasses.replace(config, model=architecture), trainer=trainer)
-    return Teacher(own, load_hf_policy(folder, parts.tokenizer, trainer, own.model))
+    own = dataclasses.replace(config, model=architecture, lora=None, reference=InitialReferenceConfig())
+    return dataclasses.replace(parts, config=own, trainer=trainer), folder
+
+
+def teacher_spec(parts: RunParts, path: str) -> PolicySpec:
+    """Return the shapes of the weights of a teacher; the arguments and errors are those of `find_teacher`."""
+    own, folder = find_teacher(parts, path)
+    config = own.config
+    return PolicySpec(cast(LmConfig, config.model), read_hf_config(folder).vocab_size, own.trainer)
+
+
+def check_reference(parts: RunParts) -> str:
+    """Check the reference policy without devices and servers, and describe it with the memory that it takes.
+
+    Raises:
+        UserError: as `open_reference`.
+        ValueError: if the environment variable with the key of a server is not set, or a teacher is an unfinished run.
+    """
+    config, found = parts.config, dict[str, None]()
+    if not config.needs_reference:
+        return "not loaded, the KL coefficient is 0"
+    if isinstance(config.reference, ReferencesByEnvironmentConfig):
+        check_environments(parts, config.reference)
+    for part in config.reference.parts:
+        if isinstance(part, PolicyReferenceConfig) and part.context is not None:
+            ContextPrompts(part.context, parts.environment, parts.tokenizer, config.seed)
+        match part:
+            case CheckpointReferenceConfig():
+                size = teacher_spec(parts, part.path).num_parameters
+                found[f"{part.path}, {size:,} parameters in {np.dtype(parts.trainer.mp.compute_dtype).name}"] = None
+            case ServerReferenceConfig():
+                read_server_key(part.api_key_env, "reference")
+                found[f"{part.model} on the server {part.base_url}"] = None
+            case PolicyReferenceConfig(weights=PolicyWeights.LIVE):
+                found["the policy itself"] = None
+            case PolicyReferenceConfig(weights=PolicyWeights.AVERAGE):
+                found["an average of the weights, a second copy"] = None
+            case _:
+                found["the policy at the start of RL, a second copy"] = None
+    return "; ".join(found)
 
 
 def check_tokenizer(policy: str | None, path: str) -> None:

@@ -163,6 +163,47 @@ SETTINGS: dict[str, Mistake] = {
         "--policy_loss.type rloo_sequence --advantage '{type: reinforce, gamma: 0.9}'",
         *("advantage 'reinforce' differs between the tokens", "policy_loss: {type: ppo_clip}"),
     ),
+    "reference of nothing": _of(
+        "--reference '{type: checkpoint, path: base}'",
+        "reference is set, but nothing uses it",
+        "kl: {type: none, watch",
+    ),
+    "reference without context": _of(
+        "--reference.type policy --distillation {}", "weights is live and context is null", "set context"
+    ),
+    "empty context": _of(
+        "--reference '{type: policy, context: {}}' --distillation {}", "reference.context is empty", "context: null"
+    ),
+    "several averages": _of(
+        "--reference '{type: by_environment, references: {a: {type: policy, weights: average}, b: {type: policy, "
+        "weights: average, decay: 0.5}}}' --distillation {}",
+        *("several values of decay", "use one"),
+    ),
+    "nested environments": _of(
+        "--distillation {} --reference "
+        "'{type: by_environment, references: {a: {type: by_environment, references: {a: {type: initial}}}}}'",
+        "reference.references contains by_environment",
+    ),
+    "no environments": _of(
+        "--reference '{type: by_environment, references: {}}' --distillation {}", "reference.references is empty"
+    ),
+    "address of a teacher": _of(
+        "--reference '{type: server, base_url: localhost, model: t}' --distillation {}",
+        *("reference.base_url is 'localhost'", "http://localhost:8000/v1"),
+    ),
+    "temperature of a teacher": _of(
+        "--reference '{type: server, base_url: \"http://a\", model: t}' --distillation {} --sampling.temperature 0.5",
+        *("sampling.temperature is 0.5, but servers", "temperature: 1.0, or load the teacher"),
+    ),
+    "distillation of sequences": _of(
+        "--distillation {} --policy_loss.type gspo", "distillation gives every token", "policy_loss: {type: ppo_clip}"
+    ),
+    "distillation with a filter": _of(
+        "--distillation.alone true --filter.type drop", "with distillation.alone rewards teach", "filter: {type: keep}"
+    ),
+    "distillation with a critic": _of(
+        "--distillation.alone true --advantage.type gae --critic {}", "distillation.alone replaces", "critic: null"
+    ),
     "overlong": _of("--overlong.buffer 65", "overlong.buffer is 65, but an answer has at most", "= 8 tokens"),
     "kept weights": _of(
         "--replay.keep_sampling_weights true",
@@ -290,6 +331,10 @@ SETTINGS: dict[str, Mistake] = {
 """Mistakes in the settings of marin_rl, which are reported without importing levanter."""
 
 LEVANTER: dict[str, Mistake] = {
+    "long context": _of(
+        "--reference '{type: policy, context: {answer: true, max_tokens: 33}}' --distillation {}",
+        *("reference.context.max_tokens is 33 and rollouts.max_length 32", "64 tokens", "raise model.seq_len"),
+    ),
     "model key": _of("--model.hiden_dim 32", "model.hiden_dim", "'hidden_dim'"),
     "model key of another type": _of("--model.embed_pdrop 0", "model.embed_pdrop", "model.type gpt2", "is llama"),
     "optimizer key": _of("--optimizer.learning_rat 1e-3", "optimizer.learning_rat", "'learning_rate'"),

@@ -19,44 +19,43 @@ from tests.config_classes import build, config_classes
 
 RANGES = {
     "at least 1": """
-        ArithmeticConfig.digits ConstantConfig.length EvaluationConfig.samples IcepopConfig.high
-        LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
+        ArithmeticConfig.digits ConstantConfig.length ContextConfig.max_tokens EvaluationConfig.samples
+        IcepopConfig.high LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
         LocalConfig.num_processes LoraConfig.rank MixturePartConfig.window OpenEnvConfig.max_characters
         OpenEnvConfig.num_tasks ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size
         RolloutConfig.max_length RolloutConfig.max_turns RolloutConfig.prompts_per_step SamplingConfig.max_new_tokens
         SamplingConfig.max_seqs SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads
         SandboxConfig.workers ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences
         SlicesConfig.num_slices TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
-        TextGameConfig.max_characters TextGameConfig.num_tasks TextWorldConfig.max_characters
-        TextWorldConfig.num_tasks ToolLimits.max_calls ToolLimits.max_output TrainerConfig.model_axis_size
-        TrainerConfig.profiler_num_steps TrainerConfig.profiler_start_step TrainerConfig.replica_dcn_axis_size
-        TrainerConfig.replica_ici_axis_size UpdateConfig.epochs UpdateConfig.minibatches WarmStartConfig.batch_size
-        WarmStartConfig.check_every WarmStartConfig.check_tasks WorkerMeshConfig.model_axis_size
-        WorkersConfig.decode_steps_per_weight_poll
+        TextGameConfig.max_characters TextGameConfig.num_tasks TextWorldConfig.max_characters TextWorldConfig.num_tasks
+        ToolLimits.max_calls ToolLimits.max_output TrainerConfig.model_axis_size TrainerConfig.profiler_num_steps
+        TrainerConfig.profiler_start_step TrainerConfig.replica_dcn_axis_size TrainerConfig.replica_ici_axis_size
+        UpdateConfig.epochs UpdateConfig.minibatches WarmStartConfig.batch_size WarmStartConfig.check_every
+        WarmStartConfig.check_tasks WorkerMeshConfig.model_axis_size WorkersConfig.decode_steps_per_weight_poll
     """,
     "at least 0": """
-        CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high EvaluationConfig.every
-        EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high LlmJudgeConfig.backoff_seconds
-        LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout LossKlConfig.beta
-        OverlongConfig.buffer PpoClipLossConfig.clip_high ReasoningGymConfig.seed ReplayConfig.max_staleness
-        RetryConfig.give_up_seconds RewardKlConfig.beta RlooSequenceLossConfig.clip_high RolloutStoreConfig.every
-        SandboxConfig.processes TpuConfig.max_restarts TpuConfig.stop_timeout TrainConfig.num_steps
-        WarmStartConfig.max_steps
+        CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high ContextConfig.demonstrations
+        EvaluationConfig.every EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high
+        LlmJudgeConfig.backoff_seconds LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout
+        LossKlConfig.beta OverlongConfig.buffer PpoClipLossConfig.clip_high ReasoningGymConfig.seed
+        ReplayConfig.max_staleness RetryConfig.give_up_seconds RewardKlConfig.beta RlooSequenceLossConfig.clip_high
+        RolloutStoreConfig.every SandboxConfig.processes TpuConfig.max_restarts TpuConfig.stop_timeout
+        TrainConfig.num_steps WarmStartConfig.max_steps
     """,
     "at least 0 and below 1": """
         ArithmeticConfig.held_out ArithmeticConfig.validation GspoLossConfig.clip_low HuggingFaceConfig.validation
-        JsonlConfig.validation OpenEnvConfig.held_out OpenEnvConfig.validation PpoClipLossConfig.clip_low
-        ReasoningGymConfig.held_out ReasoningGymConfig.validation RlooSequenceLossConfig.clip_low
-        TextArenaConfig.held_out TextArenaConfig.validation TextGameConfig.detours TextGameConfig.held_out
-        TextGameConfig.validation TextWorldConfig.detours TextWorldConfig.held_out TextWorldConfig.validation
-        VerifiersConfig.held_out VerifiersConfig.validation
+        JsonlConfig.validation OpenEnvConfig.held_out OpenEnvConfig.validation PolicyReferenceConfig.decay
+        PpoClipLossConfig.clip_low ReasoningGymConfig.held_out ReasoningGymConfig.validation
+        RlooSequenceLossConfig.clip_low TextArenaConfig.held_out TextArenaConfig.validation TextGameConfig.detours
+        TextGameConfig.held_out TextGameConfig.validation TextWorldConfig.detours TextWorldConfig.held_out
+        TextWorldConfig.validation VerifiersConfig.held_out VerifiersConfig.validation
     """,
     "above 0": """
-        CriticConfig.coefficient JudgeCriterion.weight LlmJudgeConfig.timeout_seconds LoraConfig.alpha
-        MaskMismatchConfig.cap MathVerifyConfig.timeout OpenAiSamplerConfig.timeout RetryConfig.first_seconds
-        RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds
-        TisConfig.cap ToolLimits.max_seconds WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout
-        WorkersConfig.no_progress_timeout
+        CriticConfig.coefficient DistillationConfig.coefficient JudgeCriterion.weight LlmJudgeConfig.timeout_seconds
+        LoraConfig.alpha MaskMismatchConfig.cap MathVerifyConfig.timeout OpenAiSamplerConfig.timeout
+        RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds
+        SandboxConfig.wall_seconds ServerReferenceConfig.timeout TisConfig.cap ToolLimits.max_seconds
+        WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
         OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length

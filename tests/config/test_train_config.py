@@ -15,6 +15,7 @@ from levanter.layers.attention import AttentionBackend
 
 from marin_rl.config.base_config import AbstractTrainConfig
 from marin_rl.config.command_line import parse_config
+from marin_rl.config.reference_config import ReferenceConfig
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
@@ -101,6 +102,19 @@ CHOICES: dict[str, tuple[type, dict[str, dict[str, Any]]]] = {
         {name: {} for name in ("reinforce", "importance", "ppo_clip", "gspo", "rloo_sequence", "cispo")},
     ),
     "kl": (KlConfig, {"none": {}, "in_reward": {"": {"beta": 0.1}}, "in_loss": {"": {"beta": 0.1}}}),
+    "reference": (
+        ReferenceConfig,
+        {
+            "initial": {},
+            "checkpoint": {"": {"path": "runs/teacher"}, "distillation": {}},
+            "server": {"": {"base_url": "http://localhost:8000/v1", "model": "teacher"}, "distillation": {}},
+            "policy": {"": {"weights": "average", "context": {"feedback": True, "max_tokens": 8}}, "distillation": {}},
+            "by_environment": {
+                "": {"references": {"arithmetic": {"type": "initial"}}},
+                "distillation": {"alone": True},
+            },
+        },
+    ),
     "aggregation": (
         AggregationConfig,
         {"token_mean": {}, "sequence_mean": {}, "sequence_sum": {}, "constant": {"": {"length": 64}}},

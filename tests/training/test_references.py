@@ -199,6 +199,44 @@ def test_a_teacher_that_does_not_fit_is_refused(
         distilled(finished_run, CheckpointReferenceConfig(str(folder)))
 
 
+@pytest.mark.parametrize(
+    ("reference", "described"),
+    [
+        (lambda folder: {"type": "initial"}, "the policy at the start of RL, a second copy"),
+        (lambda folder: {"type": "checkpoint", "path": str(folder)}, r"hf, 31,392 parameters in float32"),
+        (lambda folder: {"type": "policy", "weights": "average"}, "an average of the weights, a second copy"),
+        (
+            lambda folder: {"type": "server", "base_url": "http://localhost:9", "model": "big"},
+            "big on the server http://localhost:9",
+        ),
+    ],
+)
+def test_a_dry_run_describes_the_reference(
+    new_run: Callable[..., TinyRun], teacher: Any, reference: Any, described: str, capsys: pytest.CaptureFixture[str]
+):
+    run = new_run(reference=reference(teacher[0]), distillation={})
+    assert run.train("--dry_run") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference model")]
+    assert line.endswith(described)
+
+
+def test_a_dry_run_finds_a_wrong_reference(
+    new_run: Callable[..., TinyRun], teacher: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "hf"
+    shutil.copytree(teacher[0], folder)
+    other_vocabulary(folder)
+    parts = {"twos": {"type": "initial"}}
+    for reference, message in (
+        ({"type": "checkpoint", "path": str(folder)}, "differs from the policy's in 2 tokens"),
+        ({"type": "by_environment", "references": parts}, "no entry for the environment 'ones'"),
+        ({"type": "policy", "context": {"demonstrations": 99, "max_tokens": 4}}, "a task needs those of others"),
+    ):
+        run = new_run(reference=reference, distillation={})
+        assert run.train("--dry_run") == 1
+        assert message in capsys.readouterr().err
+
+
 def test_an_unfinished_run_is_no_teacher(finished_run: TinyRun, tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(finished_run.path, folder, ignore=lambda *_: ["hf"])
