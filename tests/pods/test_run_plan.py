@@ -2,15 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+from pathlib import Path
 
 import jax
+import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
+from marin_rl.config.train_config import TrainerConfig
+from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.starting_weights import first_policy
 from marin_rl.pods import run_plan
 from marin_rl.pods.chips import GIB, Number, Topology, parse_topology
 from marin_rl.pods.compiling import Failure, ProgramMemory
 from marin_rl.pods.programs import RunShapes
 from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.devices.setup import start_devices
 from tests.pods.plan_cases import tiny_config
 
 
@@ -72,6 +81,23 @@ def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory 
     assert others(plan)["update"] == held["reference"] + held["copy for workers"]
     assert others(plan)["score"] == everything - held["reference"]
     assert others(plan)["initial state"] == 0
+
+
+def test_memory_of_a_teacher_is_that_of_its_own_architecture(
+    results: dict[str, ProgramMemory | Failure], tmp_path: Path
+):
+    """One layer instead of two, in bfloat16."""
+    model = tiny_config("--model.num_layers", "1").model
+    trainer = start_devices(TrainerConfig(), rows_per_device=1)
+    tokenizer = ChatTokenizer(byte_tokenizer())
+    save_hf_policy(first_policy(None, model, tokenizer, trainer, 0), tokenizer, tmp_path, trainer)
+    reference = f"{{type: checkpoint, path: {tmp_path}}}"
+    plan = plan_tiny("--reference", reference, "--distillation", "{}", "--trainer.mp", "p=f32,c=bf16")
+    parameters = PolicySpec(model, tokenizer.vocab_size, trainer).num_parameters
+    assert plan.held["reference"] == 2 * parameters
+    average = plan_tiny("--reference", "{type: policy, weights: average}", "--distillation", "{}").held
+    assert average["reference"] == 0
+    assert average["optimizer"] == pytest.approx(3 * average["weights"], rel=0.01)
 
 
 def test_program_above_the_memory_is_refused_with_a_remedy(results: dict[str, ProgramMemory | Failure]):

@@ -13,7 +13,7 @@ from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives import DrGrpoConfig, GaeConfig, GigpoConfig
+from marin_rl.objectives import DistillationConfig, DrGrpoConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
@@ -234,6 +234,62 @@ def test_a_sequence_longer_than_the_maximum_is_refused():
         ValueError, match=r"rollout a: a sequence of 65 tokens does not fit .*raise rollouts.max_length"
     ):
         build(bare_builder(make_config()), rollout("a", 5.0, turn(61)))
+
+
+# Distillation.
+
+
+def distilled(*rollouts: Rollout, **changes: Any) -> tuple[BatchBuilder, TrainingBatch]:
+    """A batch with a teacher whose log-prob is -0.75 for every token, and a coefficient of 2."""
+    settings = {"distillation": DistillationConfig(2.0), "advantage": DrGrpoConfig(), **changes}
+    teacher = lambda batch: np.full(batch.input_ids.shape, -0.75)  # noqa: E731
+    learner = lambda batch: batch.policy_logprobs - 0.25  # noqa: E731
+    builder = bare_builder(make_config(**settings), reference=teacher, learner=learner)
+    return builder, build(builder, *rollouts)
+
+
+def test_distillation_is_added_to_the_advantages_of_the_task_or_replaces_them():
+    # log π is -0.5 and -1, so that the teacher prefers the second token.
+    rollouts = rollout("a", 1.0), rollout("b", 0.0)
+    _, added = distilled(*rollouts)
+    assert actions(added, "advantages") == [[0.5 - 0.5, 0.5 + 0.5], [-0.5 - 0.5, -0.5 + 0.5]]
+    assert added.metrics["distillation/teacher_kl"] == 0.0
+    assert added.metrics["objective/kl"] == 0.0
+    _, alone = distilled(*rollouts, distillation=DistillationConfig(2.0, alone=True))
+    assert actions(alone, "advantages") == [[-0.5, 0.5], [-0.5, 0.5]]
+    # The mean over tokens, and the mean over rollouts of their sums, which the KL metric has.
+    _, longer = distilled(rollout("a", 1.0, turn(1)), rollout("b", 0.0, turn(3)))
+    assert longer.metrics["distillation/teacher_kl"] == pytest.approx((0.25 + 0.25 - 0.25 - 0.75) / 4)
+    assert longer.metrics["objective/kl"] == pytest.approx((0.25 - 0.75) / 2)
+
+
+def test_masked_tokens_are_excluded_from_distillation():
+    builder, batch = distilled(
+        rollout("a", 1.0, turn(4), truncated=True), rollout("b", 0.0), truncation=MaskTruncatedConfig()
+    )
+    assert actions(batch, "advantages") == [[], [-1.0, 0.0]]
+    assert batch.metrics["distillation/teacher_kl"] == 0.0
+    [packed] = builder.minibatches(batch.rollouts, 1)
+    assert not unpacked(batch, packed, "advantages")[0].any()
+
+
+def test_distillation_uses_the_corrected_logprobs_in_every_minibatch():
+    rollouts = [rollout(name, float(name == "a"), turn(2)) for name in "abcd"]
+    builder, batch = distilled(
+        *rollouts,
+        distillation=DistillationConfig(2.0, alone=True),
+        off_policy_correction=TisConfig(),
+        policy_loss=PpoClipLossConfig(),
+        updates=UpdateConfig(minibatches=2),
+    )
+    # The learner's log-probs are -0.75 and -1.25.
+    assert actions(batch, "advantages") == [[0.0, 1.0]] * 4
+    found = [
+        np.asarray(part.advantages.array)
+        for packed in builder.minibatches(batch.rollouts, 1)
+        for part in packed.microbatches
+    ]
+    assert sorted(np.concatenate([part[part != 0] for part in found]).tolist()) == [1.0] * 4
 
 
 # The critic.
