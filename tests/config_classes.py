@@ -27,6 +27,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ContextConfig": {"answer": True},
     "AgentConfig": {"tasks": ArithmeticConfig(), "command": ("agent",)},
     "EvaluateConfig": {"run": "run"},
+    "ExactKlConfig": {"beta": 0.1},
     "FormatConfig": {"regex": "x"},
     "FunctionRewardConfig": {"path": "rewards.py", "function": "score"},
     "HuggingFaceConfig": {"path": "openai/gsm8k"},

@@ -33,7 +33,8 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
-from marin_rl.learner.logprobs import blockwise_logprobs, head_tokens
+from marin_rl.learner.blocks import head_tokens
+from marin_rl.learner.logprobs import blockwise_logprobs
 
 LogprobFunction = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 

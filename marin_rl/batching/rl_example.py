@@ -46,7 +46,7 @@ PER_TOKEN_DTYPES = {
     "values": jnp.float32,
     "returns": jnp.float32,
 }
-OPTIONAL_DTYPES = {"prompt_segment_ids": jnp.int32, "ce_weights": jnp.float32}
+OPTIONAL_DTYPES = {"prompt_segment_ids": jnp.int32, "ce_weights": jnp.float32, "ref_kl_weights": jnp.float32}
 NO_ROLLOUT = -1
 """Rollout id of padding and shared prompts."""
 _ON_LOSS = ("policy_logprobs", "reference_logprobs", "values", "advantages", "returns", "importance_weights")
@@ -115,7 +115,8 @@ class RlExample(eqx.Module):
     A row contains one or several sequences, one segment each. If sequences share a prompt, it is a separate segment,
     before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
     it. The loss of the whole batch is the plain sum over its microbatches of
-    `Σ loss_weights · term(advantages, …) + Σ ce_weights · (-log π)`; the denominators are in the weights.
+    `Σ loss_weights · term(advantages, …) + Σ ce_weights · (-log π) + Σ ref_kl_weights · D`; the denominators are in the
+    weights.
     """
 
     input_ids: NamedArray
@@ -147,6 +148,8 @@ class RlExample(eqx.Module):
     for rows without shared prompts."""
     ce_weights: NamedArray | None = None
     """float32, weight of each token in the cross-entropy, on the loss mask or off it; None without cross-entropy."""
+    ref_kl_weights: NamedArray | None = None
+    """float32, weight of each token in the exact divergence from the teacher; None without one."""
     group: GroupRow | None = eqx.field(static=True, default=None)
     """Parts of a row whose sequences share their prompt; None for rows without shared prompts."""
 
@@ -261,6 +264,7 @@ def pack_batch(
     pad_token_id: int,
     own_rows: OwnRows | None = None,
     ce_mask: Bool[np.ndarray, " tokens"] | None = None,
+    ref_kl_mask: Bool[np.ndarray, " tokens"] | None = None,
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
@@ -277,27 +281,29 @@ def pack_batch(
         ce_mask: True for the tokens of the cross-entropy, on the loss mask or off it. Each has the weight
             1 / (number of these tokens in the batch), so the cross-entropy is the mean over them. None without
             cross-entropy.
+        ref_kl_mask: the same for the exact divergence from the teacher.
 
     Returns:
         The microbatches, and the slot of each sequence.
 
     Raises:
         ValueError: if a sequence is longer than a row, or a rollout does not fit into one microbatch; the message names
-            the rollout. Also if `ce_mask` has the first token of a sequence, which is never predicted.
+            the rollout. Also if a mask has the first token of a sequence, which is never predicted.
     """
-    scored = batch.loss_mask if ce_mask is None else batch.loss_mask | ce_mask
-    if scored[batch.first_tokens].any():
-        raise ValueError("ce_mask includes the first token of a sequence, which is never predicted")
+    given = {"ce": ce_mask, "ref_kl": ref_kl_mask}
+    streams = {name: mask for name, mask in given.items() if mask is not None}
+    for name, mask in streams.items():
+        if mask[batch.first_tokens].any():
+            raise ValueError(f"{name}_mask includes the first token of a sequence, which is never predicted")
     has_groups = any(candidate.group for candidate in (layout, *layout.alternatives))
-    prompts = _prompts(batch, scored) if has_groups else None
+    prompts = _prompts(batch, np.logical_or.reduce([batch.loss_mask, *streams.values()])) if has_groups else None
     layout, slots = choose_layout(batch.lengths, layout, batch.ids, prompts)
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
     places, on_tokens = _place(batch, slots, shape)
     on_tokens |= {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
     if layout.group is None:
         del on_tokens["prompt_segment_ids"]
-    if ce_mask is not None:
-        on_tokens["ce_weights"] = ce_mask / max(np.count_nonzero(ce_mask), 1)
+    on_tokens |= {f"{name}_weights": mask / max(np.count_nonzero(mask), 1) for name, mask in streams.items()}
     on_loss = {name: getattr(batch, name)[batch.loss_mask] for name in _ON_LOSS}
     # The denominators are those of the whole batch, independent of its split into microbatches and among processes.
     on_loss["loss_weights"] = np.repeat(aggregation.loss_weights(batch.num_loss_tokens), batch.num_loss_tokens)

@@ -9,32 +9,38 @@ storing them.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import levanter.tracker
-from haliax import Axis, NamedArray
-from haliax.partitioning import current_thread_local_mapping, physical_axis_size
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+from haliax import NamedArray
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
+from marin_rl.learner.blocks import (
+    Block,
+    Shards,
+    backpropagate,
+    gather,
+    get_block,
+    head_logits,
+    masked_tokens,
+    over_blocks,
+    scatter,
+    set_block,
+    shards_of,
+)
 from marin_rl.utils.levanter_line import shard
 
-Carry = TypeVar("Carry")
 Statistic = Callable[
     [Float32[Array, "shard block vocab"], Float32[Array, "shard block vocab"], Int[Array, "shard block"]],
     Shaped[Array, "shard block"],
 ]
 """Computes a value of each token of a block from its logits, their log-softmax and the target."""
-
-SMALL_BLOCKS = 8
-"""The tokens after the last whole block run in blocks of this fraction of its size."""
 
 
 def entropy(
@@ -121,7 +127,7 @@ def token_logprobs(
         to_predictors(batch.scored_mask).array,
         temperature=temperature,
         block_size=block_size,
-        shards=_shards_of(Batch),
+        shards=shards_of(Batch),
         position_shards=context_shards(),
         statistic=statistic,
     )
@@ -165,20 +171,11 @@ def blockwise_logprobs(
         Log-probabilities (nats) and statistics, `[batch, position]` float32; 0 off the mask. The log-probabilities
         support one reverse-mode differentiation; statistics are constants.
     """
-    rows, positions = mask.shape[0] // shards, mask.shape[1] // position_shards
-    parts = (shards, rows, position_shards, positions)
-
-    def split(array: Array) -> Array:
-        rest = array.shape[2:]
-        return jnp.swapaxes(array.reshape(*parts, *rest), 1, 2).reshape(-1, rows * positions, *rest)
-
-    def join(array: Array) -> Array:
-        return jnp.swapaxes(array.reshape(shards, position_shards, rows, positions), 1, 2).reshape(mask.shape)
-
-    block_size = min(block_size, rows * positions)
-    inputs = split(activations), lm_head, split(targets), split(mask)
+    parts = Shards(*mask.shape, shards, position_shards)
+    block_size = min(block_size, parts.tokens)
+    inputs = parts.split(activations), lm_head, parts.split(targets), parts.split(mask)
     logprobs, statistics = _logprobs(*inputs, temperature, block_size, statistic)
-    return join(logprobs), join(statistics)
+    return parts.join(logprobs), parts.join(statistics)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -203,22 +200,21 @@ def _forward(
     block_size: int,
     statistic: Statistic,
 ) -> tuple[tuple[Float32[Array, "shard token"], Float32[Array, "shard token"]], tuple[Array, ...]]:
-    slots = _masked_tokens(mask, block_size)
+    slots = masked_tokens(mask, block_size)
 
-    def score(start: Int32[Array, ""], size: int, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        block_slots = _get_block(slots, start, size)
-        logits = _logits(_gather(activations, block_slots), lm_head, temperature)
+    def score(block: Block, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        logits = head_logits(gather(activations, block.slots), lm_head, temperature)
         normalizers = jax.nn.logsumexp(logits, axis=-1)
-        block_targets = _gather(targets, block_slots)
+        block_targets = gather(targets, block.slots)
         chosen = jnp.take_along_axis(logits, block_targets[..., None], axis=-1)[..., 0]
         logs = logits - normalizers[..., None]
         scored = (chosen - normalizers, statistic(logits, logs, block_targets), normalizers)
-        return tuple(_set_block(result, part, start) for result, part in zip(results, scored, strict=True))
+        return tuple(set_block(result, part, block.start) for result, part in zip(results, scored, strict=True))
 
     zeros = jnp.zeros(slots.shape, jnp.float32)
-    logprobs, statistics, normalizers = _over_blocks(mask, block_size, score, (zeros,) * 3)
+    logprobs, statistics, normalizers = over_blocks(slots, mask, block_size, score, (zeros,) * 3)
     residuals = (activations, lm_head, targets, mask, normalizers)
-    return (_scatter(logprobs, mask), _scatter(statistics, mask)), residuals
+    return (scatter(logprobs, mask), scatter(statistics, mask)), residuals
 
 
 def _backward(
@@ -229,111 +225,16 @@ def _backward(
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None, None]:
     activations, lm_head, targets, mask, normalizers = residuals
-    slots = _masked_tokens(mask, block_size)
-    scaled_cotangents = cotangents[0] / temperature
 
-    def add(start: Int32[Array, ""], size: int, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-        of_activations, of_head = gradients
-        block_slots = _get_block(slots, start, size)
-        inputs = _gather(activations, block_slots)
-        logits = _logits(inputs, lm_head, temperature)
-        probabilities = jnp.exp(logits - _get_block(normalizers, start, size)[..., None])
+    def slopes(block: Block, inputs: Array) -> Array:
+        logits = head_logits(inputs, lm_head, temperature)
+        probabilities = jnp.exp(logits - get_block(normalizers, block.start, block.size)[..., None])
         # A comparison instead of a scatter, so that devices that shard the vocabulary need not exchange logits.
-        is_target = _gather(targets, block_slots)[..., None] == jnp.arange(lm_head.shape[1])
-        slopes = (is_target - probabilities) * _gather(scaled_cotangents, block_slots)[..., None]
-        # Mixed precision: factors of a product are in the head's dtype, sums are in float32.
-        slopes = slopes.astype(lm_head.dtype)
-        to_inputs = jnp.einsum("stv,ev->ste", slopes, lm_head, preferred_element_type=jnp.float32)
-        to_head = jnp.einsum("ste,stv->sev", inputs, slopes, preferred_element_type=jnp.float32)
-        return _set_block(of_activations, to_inputs, start), of_head + to_head
+        is_target = gather(targets, block.slots)[..., None] == jnp.arange(lm_head.shape[1])
+        return is_target - probabilities
 
-    zeros = (
-        jnp.zeros((*slots.shape, activations.shape[-1]), activations.dtype),
-        jnp.zeros((mask.shape[0], *lm_head.shape), jnp.float32),
-    )
-    of_activations, of_head = _over_blocks(mask, block_size, add, zeros)
-    return _scatter(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype), None, None
+    gradients = backpropagate(activations, lm_head, mask, cotangents[0], temperature, block_size, slopes)
+    return *gradients, None, None
 
 
 _logprobs.defvjp(_forward, _backward)
-
-
-def _logits(
-    activations: Float[Array, "shard block embed"], lm_head: Float[Array, "embed vocab"], temperature: float
-) -> Float32[Array, "shard block vocab"]:
-    return jnp.einsum("ste,ev->stv", activations, lm_head, preferred_element_type=jnp.float32) / temperature
-
-
-def _over_blocks(
-    mask: Bool[Array, "shard token"],
-    block_size: int,
-    run: Callable[[Int32[Array, ""], int, Carry], Carry],
-    carry: Carry,
-) -> Carry:
-    """Run a function of first slot, number of slots and carry over the slots of all masked tokens, block by block."""
-    fullest = jnp.max(jnp.sum(mask, axis=-1, dtype=jnp.int32))
-    whole, small, rest = _count_blocks(fullest, block_size)
-    carry = jax.lax.fori_loop(0, whole, lambda index, carry: run(index * block_size, block_size, carry), carry)
-    first = whole * block_size
-    return jax.lax.fori_loop(0, rest, lambda index, carry: run(first + index * small, small, carry), carry)
-
-
-def _count_blocks(tokens: Any, block_size: int) -> tuple[Any, int, Any]:
-    """Return the number of whole blocks of some tokens, the size of a small block, and their number."""
-    whole, small = tokens // block_size, max(block_size // SMALL_BLOCKS, 1)
-    return whole, small, (tokens - whole * block_size + small - 1) // small
-
-
-def head_tokens(tokens: int, block_size: int) -> int:
-    """Return the number of tokens for which the head computes logits: those of `tokens` in blocks, with padding.
-
-    >>> [head_tokens(tokens, 64) for tokens in (0, 1, 64, 100)]
-    [0, 8, 64, 104]
-    """
-    whole, small, rest = _count_blocks(tokens, block_size)
-    return whole * block_size + rest * small
-
-
-def _masked_tokens(mask: Bool[Array, "shard token"], block_size: int) -> Int32[Array, "shard slot"]:
-    """Return the indices of the tokens on the mask in order, padded with an out-of-range index."""
-    tokens = mask.shape[-1]
-    masked = jnp.sort(jnp.where(mask, jnp.arange(tokens, dtype=jnp.int32), tokens), axis=-1)
-    # Room for the last block, whole or small.
-    return jnp.pad(masked, ((0, 0), (0, block_size)), constant_values=tokens)
-
-
-def _gather(
-    per_token: Shaped[Array, "shard token *rest"], slots: Int32[Array, "shard block"]
-) -> Shaped[Array, "shard block *rest"]:
-    """Gather values at `slots`; out-of-range slots read 0."""
-    indices = jax.lax.expand_dims(slots, range(2, per_token.ndim))
-    return jnp.take_along_axis(per_token, indices, axis=1, mode="fill", fill_value=0)
-
-
-def _get_block(
-    per_slot: Shaped[Array, "shard slot *rest"], start: Int32[Array, ""], size: int
-) -> Shaped[Array, "shard block *rest"]:
-    return jax.lax.dynamic_slice_in_dim(per_slot, start, size, axis=1)
-
-
-def _set_block(
-    per_slot: Shaped[Array, "shard slot *rest"], part: Shaped[Array, "shard block *rest"], start: Int32[Array, ""]
-) -> Shaped[Array, "shard slot *rest"]:
-    return jax.lax.dynamic_update_slice_in_dim(per_slot, part.astype(per_slot.dtype), start, axis=1)
-
-
-def _scatter(
-    per_slot: Shaped[Array, "shard slot *rest"], mask: Bool[Array, "shard token"]
-) -> Shaped[Array, "shard token *rest"]:
-    """Move values from the first slots back to the tokens on the mask; 0 off it."""
-    slot = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
-    extra = range(2, per_slot.ndim)
-    values = jnp.take_along_axis(per_slot, jax.lax.expand_dims(slot, extra), axis=1, mode="clip")
-    return jnp.where(jax.lax.expand_dims(mask, extra), values, 0)
-
-
-def _shards_of(Batch: Axis) -> int:
-    """Return the number of devices over which the current axis mapping splits the rows; 1 without a mapping."""
-    if current_thread_local_mapping() is None:
-        return 1
-    return math.gcd(physical_axis_size(Batch) or 1, Batch.size)

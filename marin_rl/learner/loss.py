@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 from levanter.metrics import Metric, ReductionType
+from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import ActorCritic, assemble, policy_of
+from marin_rl.learner.divergence import token_divergences
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
-from marin_rl.objectives.kl import KlConfig, NoKlConfig
+from marin_rl.objectives.kl import ExactKlConfig, KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
 from marin_rl.objectives.value_loss import value_loss_terms
 from marin_rl.utils.levanter_line import metric
@@ -29,19 +31,21 @@ _LOG_RATIO = "log_ratio/"
 
 @dataclasses.dataclass(frozen=True)
 class RlLoss:
-    """Loss of a microbatch: the sum of the streams `rl` and `ce`, each with its own weights.
+    """Loss of a microbatch: the sum of three streams, each with its own weights.
 
     ```
-    L = rl + ce
+    L = rl + ce + ref_kl
     rl = Σ_{rows, t} w_t · [ c_t · term(log π_t, log π_old_t, A_t) + β · kl(log π_t, log π_ref_t)
                              + v · value(V_t, V_old_t, R_t) ]
     ce = λ · Σ_{rows, t} u_t · (-log π_t)
+    ref_kl = β · Σ_{rows, t} v_t · D(π(·|t), π_T(·|t))
     ```
 
-    `w` (`RlExample.loss_weights`) and `u` (`RlExample.ce_weights`) already hold the denominators of the whole batch, so
-    any split into microbatches or over a mesh gives the same gradient. `c` (`RlExample.importance_weights`) corrects
-    for a sampler that differs from the learner, and is 1 without a correction. A batch without `ce_weights` has no
-    cross-entropy. Supervised training is the stream `ce` alone.
+    `w`, `u` and `v` (`loss_weights`, `ce_weights` and `ref_kl_weights` of `RlExample`) already hold the denominators of
+    the whole batch, so any split into microbatches or over a mesh gives the same gradient. `c`
+    (`RlExample.importance_weights`) corrects for a sampler that differs from the learner, and is 1 without a
+    correction. D is the divergence from a teacher over the vocabulary. A stream without weights in the batch is left
+    out; supervised training is the stream `ce` alone.
     """
 
     policy_loss: PolicyLossConfig | None
@@ -70,7 +74,7 @@ class RlLoss:
         Args:
             model: the trained weights, in compute precision.
             batch: the rows of this microbatch.
-            frozen: the base of trained adapters.
+            frozen: the base of trained adapters, and the teacher of the stream `ref_kl`.
             key: unused; the forward pass is deterministic, like the sampler's.
 
         Returns:
@@ -89,7 +93,28 @@ class RlLoss:
             ce_part = -jnp.sum(batch.ce_weights.array * logprobs.rearrange(batch.input_ids.axes).array)
             total = total + self.ce_coefficient * ce_part
             metrics["loss/ce_avg"] = _sum(ce_part)
+        if batch.ref_kl_weights is not None:
+            assert frozen is not None
+            assert frozen.teacher is not None
+            ref_kl_part = self._ref_kl((trunk, policy_model.get_lm_head()), frozen.teacher, batch)
+            total = total + self.kl.beta * ref_kl_part
+            metrics["loss/ref_kl_avg"] = _sum(ref_kl_part)
         return total, metrics
+
+    def _ref_kl(self, policy: tuple[NamedArray, NamedArray], teacher: LmHeadModel, batch: RlExample) -> jax.Array:
+        kl, weights = self.kl, batch.ref_kl_weights
+        assert isinstance(kl, ExactKlConfig)
+        assert weights is not None
+        divergences = token_divergences(
+            policy,
+            (policy_activations(teacher, batch), teacher.get_lm_head()),
+            weights != 0,
+            divergence=kl.divergence,
+            mixture=kl.mixture,
+            temperature=self.temperature,
+            block_size=self.block_size,
+        )
+        return jnp.sum(weights.array * divergences.rearrange(batch.input_ids.axes).array)
 
     def _rl(
         self,

@@ -58,6 +58,7 @@ from marin_rl.objectives.shaping import (
 
 if TYPE_CHECKING:
     from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
+    from marin_rl.objectives.divergence import Divergence, divergence_terms
     from marin_rl.objectives.importance import (
         IcepopConfig,
         LogRatioStatistics,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         tis_weights,
     )
     from marin_rl.objectives.kl import (
+        ExactKlConfig,
         KlConfig,
         KlEstimator,
         LossKlConfig,
@@ -104,7 +106,7 @@ if TYPE_CHECKING:
     )
     from marin_rl.objectives.value_loss import ValueTerms, explained_variance, value_loss_terms
 
-_DEVICE_MODULES = ("distillation", "importance", "kl", "policy_loss", "value_loss")
+_DEVICE_MODULES = ("distillation", "divergence", "importance", "kl", "policy_loss", "value_loss")
 
 
 def __getattr__(name: str) -> Any:

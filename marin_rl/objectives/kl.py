@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Estimators of KL(π‖π_ref) from sampled tokens, and the placement of the KL penalty.
+"""Estimators of KL(π‖π_ref) from sampled tokens, the placement of the KL penalty, and the exact divergence.
 
 With `d = log π_ref - log π` of a sampled token, clamped to ±20:
 
@@ -21,9 +21,10 @@ import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from jaxtyping import Array, Float, Float64
 
+from marin_rl.objectives.divergence import Divergence
 from marin_rl.utils.settings.checks import ConfigSection
 
 MAX_LOG_RATIO = 20.0
@@ -137,6 +138,11 @@ class KlConfig(ConfigSection, draccus.ChoiceRegistry):
         """Whether reference log-probabilities are used."""
         return self.beta > 0
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether every update runs the model of the reference."""
+        return False
+
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Compute the penalty subtracted from each action token's reward from its k1 under the sampling policy."""
         return np.zeros_like(kl)
@@ -203,3 +209,30 @@ class LossKlConfig(KlConfig):
             return jnp.zeros_like(logprobs)
         estimators = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3_plus": kl_k3_plus}
         return self.beta * estimators[self.estimator](logprobs, reference_logprobs)
+
+
+@KlConfig.register_subclass("exact")
+@dataclasses.dataclass(frozen=True)
+class ExactKlConfig(KlConfig):
+    """A stream of the loss of its own: β times the mean over loss tokens of an exact divergence over the vocabulary.
+
+    Every update runs the model of the reference, which must be local.
+    """
+
+    beta: Annotated[float, Gt(0)] = dataclasses.field()  # pyrefly: ignore[bad-override]
+    """Weight of the stream, in loss per nat and token."""
+    divergence: Divergence = Divergence.REVERSE
+    """`forward`: KL(π_ref‖π), `reverse`: KL(π‖π_ref), or `jensen_shannon`."""
+    mixture: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """Share of the reference in the mixture of `jensen_shannon`: near 0 it is a small multiple of the forward KL, near
+    1 of the reverse KL. The `beta` of TRL's `GKDTrainer`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """No log-probabilities of the reference are used."""
+        return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True."""
+        return True

@@ -376,7 +376,10 @@ def test_the_cross_entropy_has_its_own_denominator_in_every_layout(drawn: Patter
     ce_mask = np.array([random.random() < 0.4 for _ in range(batch.loss_mask.size)], bool)
     ce_mask[batch.first_tokens] = False
     made = functools.partial(pack_batch, batch, AGGREGATIONS[2], layout, pad_token_id=PAD)
-    packed = made(ce_mask=ce_mask)
+    packed = made(ce_mask=ce_mask, ref_kl_mask=batch.loss_mask)
+    of_teacher = packed.unpack(np.stack(arrays(packed, "ref_kl_weights")))
+    np.testing.assert_array_equal(of_teacher > 0, batch.loss_mask)
+    np.testing.assert_allclose(of_teacher.sum(), float(batch.loss_mask.any()), rtol=1e-5)
     weights = packed.unpack(np.stack(arrays(packed, "ce_weights")))
     assert weights.dtype == np.float32
     np.testing.assert_array_equal(weights, (ce_mask / max(ce_mask.sum(), 1)).astype(np.float32))

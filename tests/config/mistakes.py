@@ -340,12 +340,17 @@ LEVANTER: dict[str, Mistake] = {
     "optimizer key": _of("--optimizer.learning_rat 1e-3", "optimizer.learning_rat", "'learning_rate'"),
     "tracker key": _of("--trainer.tracker '{type: wandb, projct: x}'", "trainer.tracker.projct", "'project'"),
     "key of another section": _of("--learning_rate 4", "learning_rate", "did you mean", "optimizer.learning_rate"),
-    "key of another own type": _of("--kl.beta 0.1", "belongs to kl.type in_loss or in_reward", "is none"),
+    "key of another own type": _of("--kl.beta 0.1", "belongs to kl.type exact or in_loss or in_reward", "is none"),
     "no space after a colon": _of("--model '{type:gpt2}'", "model.type:gpt2", "a space after the colon"),
     "text for a learning rate": _of("--optimizer.learning_rate 1-e4", "optimizer.learning_rate is '1-e4'"),
     "several": _line(
         "--config several.yaml",
-        *("unknown key sede", "num_steps is -1", "kl.beta (of in_loss and in_reward)", "advantage.type is 'grop'"),
+        *(
+            "unknown key sede",
+            "num_steps is -1",
+            "kl.beta (of exact and in_loss and in_reward)",
+            "advantage.type is 'grop'",
+        ),
         *(
             "updates.epochs is 0",
             "updates.minibatches is 0",

@@ -51,11 +51,12 @@ RANGES = {
         TextWorldConfig.validation VerifiersConfig.held_out VerifiersConfig.validation
     """,
     "above 0": """
-        CriticConfig.coefficient DistillationConfig.coefficient JudgeCriterion.weight LlmJudgeConfig.timeout_seconds
-        LoraConfig.alpha MaskMismatchConfig.cap MathVerifyConfig.timeout OpenAiSamplerConfig.timeout
-        RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds
-        SandboxConfig.wall_seconds ServerReferenceConfig.timeout TisConfig.cap ToolLimits.max_seconds
-        WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
+        CriticConfig.coefficient DistillationConfig.coefficient ExactKlConfig.beta JudgeCriterion.weight
+        LlmJudgeConfig.timeout_seconds LoraConfig.alpha MaskMismatchConfig.cap MathVerifyConfig.timeout
+        OpenAiSamplerConfig.timeout RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds
+        SandboxConfig.start_seconds SandboxConfig.wall_seconds ServerReferenceConfig.timeout TisConfig.cap
+        ToolLimits.max_seconds WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout
+        WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
         OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length
@@ -71,6 +72,9 @@ RANGES = {
     """,
     "above 0 and at most 1": """
         IcepopConfig.low WarmStartConfig.target_accuracy
+    """,
+    "above 0 and below 1": """
+        ExactKlConfig.mixture
     """,
     "above 0 and below 1000000": """
         ServeConfig.client_seconds ServeConfig.drain_seconds

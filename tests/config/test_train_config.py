@@ -101,7 +101,10 @@ CHOICES: dict[str, tuple[type, dict[str, dict[str, Any]]]] = {
         PolicyLossConfig,
         {name: {} for name in ("reinforce", "importance", "ppo_clip", "gspo", "rloo_sequence", "cispo")},
     ),
-    "kl": (KlConfig, {"none": {}, "in_reward": {"": {"beta": 0.1}}, "in_loss": {"": {"beta": 0.1}}}),
+    "kl": (
+        KlConfig,
+        {"none": {}, **{name: {"": {"beta": 0.1}} for name in ("in_reward", "in_loss", "exact")}},
+    ),
     "reference": (
         ReferenceConfig,
         {
@@ -141,6 +144,7 @@ def test_every_choice_can_be_selected_by_name(section: str):
     ("section", "key", "values"),
     [
         ("kl: {type: in_loss, beta: 0.1, ", "estimator", ["k1", "k2", "k3", "k3_plus"]),
+        ("kl: {type: exact, beta: 0.1, ", "divergence", ["forward", "reverse", "jensen_shannon"]),
         ("advantage: {type: rloo, ", "normalize", ["none", "group", "batch"]),
         ("advantage: {type: dr_grpo, ", "normalize", ["none", "group", "batch"]),
         ("advantage: {type: gigpo, ", "normalize", ["none", "std"]),

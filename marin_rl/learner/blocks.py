@@ -1,0 +1,201 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Blocks of the tokens on a mask, for functions of the logits that never hold `[batch, position, vocab]`.
+
+The positions of each device that are on the mask are gathered, and the head runs over them in blocks.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from haliax.partitioning import current_thread_local_mapping, physical_axis_size
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+Carry = TypeVar("Carry")
+
+SMALL_BLOCKS = 8
+"""The tokens after the last whole block run in blocks of this fraction of its size."""
+
+
+class Block(NamedTuple):
+    """Some of the tokens on the mask."""
+
+    slots: Int32[Array, "shard block"]
+    """Indices of the tokens; an out-of-range index for a place without a token."""
+    start: Int32[Array, ""]
+    """Number of tokens before the block."""
+    size: int
+    """Number of tokens of the block."""
+
+
+class Shards(NamedTuple):
+    """The split of rows and positions over devices."""
+
+    rows: int
+    """Number of rows."""
+    positions: int
+    """Positions of a row."""
+    row_shards: int
+    """Number of devices over which the rows are split; a divisor of `rows`."""
+    position_shards: int
+    """Number of devices over which the positions are split; a divisor of `positions`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a device."""
+        return self.rows // self.row_shards * (self.positions // self.position_shards)
+
+    def split(self, array: Shaped[Array, "batch position *rest"]) -> Shaped[Array, "shard token *rest"]:
+        """Return the tokens of each device."""
+        rest = array.shape[2:]
+        return jnp.swapaxes(array.reshape(*self._parts, *rest), 1, 2).reshape(-1, self.tokens, *rest)
+
+    def join(self, array: Shaped[Array, "shard token"]) -> Shaped[Array, "batch position"]:
+        """Undo `split`."""
+        row_shards, rows, position_shards, positions = self._parts
+        parts = array.reshape(row_shards, position_shards, rows, positions)
+        return jnp.swapaxes(parts, 1, 2).reshape(self.rows, self.positions)
+
+    @property
+    def _parts(self) -> tuple[int, int, int, int]:
+        rows, positions = self.rows // self.row_shards, self.positions // self.position_shards
+        return self.row_shards, rows, self.position_shards, positions
+
+
+def shards_of(Batch: Axis) -> int:
+    """Return the number of devices over which the current axis mapping splits the rows; 1 without a mapping."""
+    if current_thread_local_mapping() is None:
+        return 1
+    return math.gcd(physical_axis_size(Batch) or 1, Batch.size)
+
+
+def head_logits(
+    activations: Float[Array, "shard block embed"], lm_head: Float[Array, "embed vocab"], temperature: float
+) -> Float32[Array, "shard block vocab"]:
+    """Compute the logits of a block, in float32 for every dtype of the inputs."""
+    return jnp.einsum("ste,ev->stv", activations, lm_head, preferred_element_type=jnp.float32) / temperature
+
+
+def over_blocks(
+    slots: Int32[Array, "shard slot"],
+    mask: Bool[Array, "shard token"],
+    block_size: int,
+    run: Callable[[Block, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Run a function of block and carry over all tokens on the mask, block by block; `slots` are its `masked_tokens`.
+
+    The tokens of the fullest shard determine the blocks: some of `block_size`, and then some of an eighth of it for the
+    rest. Their number is computed at run time, so a new mask never triggers compilation.
+    """
+    fullest = jnp.max(jnp.sum(mask, axis=-1, dtype=jnp.int32))
+    whole, small, rest = _count_blocks(fullest, block_size)
+
+    def run_at(start: Int32[Array, ""], size: int, carry: Carry) -> Carry:
+        return run(Block(get_block(slots, start, size), start, size), carry)
+
+    carry = jax.lax.fori_loop(0, whole, lambda index, carry: run_at(index * block_size, block_size, carry), carry)
+    first = whole * block_size
+    return jax.lax.fori_loop(0, rest, lambda index, carry: run_at(first + index * small, small, carry), carry)
+
+
+def backpropagate(
+    activations: Float[Array, "shard token embed"],
+    lm_head: Float[Array, "embed vocab"],
+    mask: Bool[Array, "shard token"],
+    cotangents: Float32[Array, "shard token"],
+    temperature: float,
+    block_size: int,
+    slopes: Callable[[Block, Float[Array, "shard block embed"]], Float32[Array, "shard block vocab"]],
+) -> tuple[Float[Array, "shard token embed"], Float[Array, "embed vocab"]]:
+    """Compute the gradient of `Σ_t cotangent_t · value_t` with respect to activations and head, block by block.
+
+    Args:
+        activations: inputs of the head; off the mask any value.
+        lm_head: the head.
+        mask: tokens with a value.
+        cotangents: factor of each value.
+        temperature: divides the logits.
+        block_size: tokens of a block.
+        slopes: computes the gradients of the values of a block with respect to the logits, from its activations.
+    """
+    slots = masked_tokens(mask, block_size)
+    scaled_cotangents = cotangents / temperature
+
+    def add(block: Block, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_activations, of_head = gradients
+        inputs = gather(activations, block.slots)
+        of_logits = slopes(block, inputs) * gather(scaled_cotangents, block.slots)[..., None]
+        # Mixed precision: factors of a product are in the head's dtype, sums are in float32.
+        of_logits = of_logits.astype(lm_head.dtype)
+        to_inputs = jnp.einsum("stv,ev->ste", of_logits, lm_head, preferred_element_type=jnp.float32)
+        to_head = jnp.einsum("ste,stv->sev", inputs, of_logits, preferred_element_type=jnp.float32)
+        return set_block(of_activations, to_inputs, block.start), of_head + to_head
+
+    zeros = (
+        jnp.zeros((*slots.shape, activations.shape[-1]), activations.dtype),
+        jnp.zeros((mask.shape[0], *lm_head.shape), jnp.float32),
+    )
+    of_activations, of_head = over_blocks(slots, mask, block_size, add, zeros)
+    return scatter(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype)
+
+
+def _count_blocks(tokens: Any, block_size: int) -> tuple[Any, int, Any]:
+    """Return the number of whole blocks of some tokens, the size of a small block, and their number."""
+    whole, small = tokens // block_size, max(block_size // SMALL_BLOCKS, 1)
+    return whole, small, (tokens - whole * block_size + small - 1) // small
+
+
+def head_tokens(tokens: int, block_size: int) -> int:
+    """Return the number of tokens for which the head computes logits: those of `tokens` in blocks, with padding.
+
+    >>> [head_tokens(tokens, 64) for tokens in (0, 1, 64, 100)]
+    [0, 8, 64, 104]
+    """
+    whole, small, rest = _count_blocks(tokens, block_size)
+    return whole * block_size + rest * small
+
+
+def masked_tokens(mask: Bool[Array, "shard token"], block_size: int) -> Int32[Array, "shard slot"]:
+    """Return the indices of the tokens on the mask in order, padded with an out-of-range index."""
+    tokens = mask.shape[-1]
+    masked = jnp.sort(jnp.where(mask, jnp.arange(tokens, dtype=jnp.int32), tokens), axis=-1)
+    # Room for the last block, whole or small.
+    return jnp.pad(masked, ((0, 0), (0, block_size)), constant_values=tokens)
+
+
+def gather(
+    per_token: Shaped[Array, "shard token *rest"], slots: Int32[Array, "shard block"]
+) -> Shaped[Array, "shard block *rest"]:
+    """Gather values at `slots`; out-of-range slots read 0."""
+    indices = jax.lax.expand_dims(slots, range(2, per_token.ndim))
+    return jnp.take_along_axis(per_token, indices, axis=1, mode="fill", fill_value=0)
+
+
+def get_block(
+    per_slot: Shaped[Array, "shard slot *rest"], start: Int32[Array, ""], size: int
+) -> Shaped[Array, "shard block *rest"]:
+    """Return the values of a block."""
+    return jax.lax.dynamic_slice_in_dim(per_slot, start, size, axis=1)
+
+
+def set_block(
+    per_slot: Shaped[Array, "shard slot *rest"], part: Shaped[Array, "shard block *rest"], start: Int32[Array, ""]
+) -> Shaped[Array, "shard slot *rest"]:
+    """Replace the values of a block."""
+    return jax.lax.dynamic_update_slice_in_dim(per_slot, part.astype(per_slot.dtype), start, axis=1)
+
+
+def scatter(
+    per_slot: Shaped[Array, "shard slot *rest"], mask: Bool[Array, "shard token"]
+) -> Shaped[Array, "shard token *rest"]:
+    """Move values from the first slots back to the tokens on the mask; 0 off it."""
+    slot = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+    extra = range(2, per_slot.ndim)
+    values = jnp.take_along_axis(per_slot, jax.lax.expand_dims(slot, extra), axis=1, mode="clip")
+    return jnp.where(jax.lax.expand_dims(mask, extra), values, 0)
