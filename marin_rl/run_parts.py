@@ -251,6 +251,7 @@ class RunParts(AbstractModelParts):
             temperature=self.config.sampling.temperature,
             block_size=self.logprob_block,
             critic=self.config.critic,
+            ce_coefficient=0.0 if self.config.observation_loss is None else self.config.observation_loss.coefficient,
         )
 
     @functools.cached_property
@@ -258,12 +259,13 @@ class RunParts(AbstractModelParts):
         """The learner, for batches in the layout of the run."""
         return self.make_learner(self.layout, self.base)
 
-    def make_learner(self, layout: RowLayout, base: LmHeadModel | None) -> Learner:
+    def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
         """Make a learner for batches in a layout.
 
         Args:
             layout: shape of a microbatch.
             base: base of the adapter, or its shapes; None if whole models are trained.
+            teacher: teacher of an exact divergence, or its shapes; None without one.
         """
         config = self.config
         capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
@@ -273,7 +275,7 @@ class RunParts(AbstractModelParts):
             self.loss,
             num_updates=config.num_updates,
             capacity=capacity,
-            frozen=None if base is None else Frozen(base),
+            frozen=None if base is None and teacher is None else Frozen(base, teacher),
             decay=next(iter(decays(config.reference)), None) if config.needs_reference else None,
         )
 

@@ -374,7 +374,7 @@ REWARD = """
 
 @pytest.fixture(scope="module")
 def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of a mixture in order with a user's environment and reward function."""
+    """Records of a mixture in order with a user's environment and reward function, and of all streams of the loss."""
     folder = tmp_path_factory.mktemp("lessons")
     (folder / "shape.py").write_text(textwrap.dedent(REWARD))
     words = {
@@ -386,7 +386,8 @@ def lessons(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     }
     numbers = {"type": "arithmetic", "terms": 2, "digits": 1, "size": 100, "name": "sums"}
     parts = [{"environment": words, "window": 4}, {"environment": numbers, "after": ["arithmetic"]}]
-    return records(finished_run, folder, environment={"type": "mixture", "parts": parts})
+    streams = {"kl": {"type": "exact", "beta": 0.1}, "observation_loss": {}, "rollouts__max_turns": 2}
+    return records(finished_run, folder, environment={"type": "mixture", "parts": parts}, **streams)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
 from marin_rl.config.reference_config import (
+    CheckpointReferenceConfig,
     InitialReferenceConfig,
     PolicyReferenceConfig,
     ReferenceConfig,
@@ -34,7 +35,7 @@ from marin_rl.config.sections import (
 )
 from marin_rl.config.workers_config import Refresh, TransferDtype, WeightTransferConfig, WorkersConfig
 from marin_rl.environments.base import EnvironmentConfig
-from marin_rl.learner.config import CriticConfig
+from marin_rl.learner.config import CriticConfig, ObservationLossConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
@@ -89,6 +90,8 @@ class AbstractTrainConfig(AbstractRunConfig):
     """On-policy distillation from the reference; null: none."""
     aggregation: AggregationConfig = SequenceSumConfig()
     """Aggregation of the token losses to a scalar."""
+    observation_loss: ObservationLossConfig | None = None
+    """Auxiliary loss on the observations of the environment; null: none."""
     critic: CriticConfig | None = None
     """Critic, required by `advantage: {type: gae}`; null: no critic."""
     updates: UpdateConfig = UpdateConfig()
@@ -155,8 +158,8 @@ class AbstractTrainConfig(AbstractRunConfig):
 
     @property
     def needs_initial_policy(self) -> bool:
-        """Whether the weights at the start of RL score the rollouts."""
-        return self.needs_reference and uses_initial_policy(self.reference)
+        """Whether the weights at the start of RL score the rollouts, or teach in the updates."""
+        return (self.needs_reference or self.kl.needs_teacher) and uses_initial_policy(self.reference)
 
     @property
     def num_updates(self) -> int:
@@ -319,7 +322,14 @@ def _check_policy_loss(config: AbstractTrainConfig) -> Iterator[str]:
 
 def _check_reference(config: AbstractTrainConfig) -> Iterator[str]:
     reference, distillation = config.reference, config.distillation
-    if not config.needs_reference and not isinstance(reference, InitialReferenceConfig):
+    if config.kl.needs_teacher and not isinstance(reference, InitialReferenceConfig | CheckpointReferenceConfig):
+        yield (
+            f"kl.type is exact, which runs the model of the reference in every update, but reference.type is "
+            f"{ReferenceConfig.get_choice_name(type(reference))!r}; set reference: {{type: checkpoint}} or "
+            "{type: initial}, or use distillation: {coefficient: 1.0}, which scores the sampled tokens"
+        )
+    is_used = config.needs_reference or config.kl.needs_teacher
+    if not is_used and not isinstance(reference, InitialReferenceConfig):
         yield (
             "reference is set, but nothing uses it; add distillation: {coefficient: 1.0}, or a kl, such as "
             "kl: {type: none, watch: true} to measure the distance"
@@ -350,6 +360,12 @@ def _check_reference(config: AbstractTrainConfig) -> Iterator[str]:
 
 
 def _check_sizes(config: AbstractTrainConfig) -> Iterator[str]:
+    if config.observation_loss is not None and config.rollouts.max_turns < 2:
+        yield (
+            f"observation_loss is set, but rollouts.max_turns is {config.rollouts.max_turns}, so there are no "
+            "observations after the prompt; raise it and use an environment with several turns, or set "
+            "observation_loss: null"
+        )
     if config.updates.minibatches > config.rollouts.rollouts_per_step:
         yield (
             f"updates.minibatches is {config.updates.minibatches}, but a step has only "

@@ -33,38 +33,22 @@ class Block(NamedTuple):
     """Number of tokens of the block."""
 
 
-class Shards(NamedTuple):
-    """The split of rows and positions over devices."""
+def split_tokens(
+    array: Shaped[Array, "batch position *rest"], shards: int, position_shards: int
+) -> Shaped[Array, "shard token *rest"]:
+    """Return the tokens of each device, if rows and positions are split over some."""
+    (rows, positions), rest = array.shape[:2], array.shape[2:]
+    parts = array.reshape(shards, rows // shards, position_shards, positions // position_shards, *rest)
+    return jnp.swapaxes(parts, 1, 2).reshape(shards * position_shards, -1, *rest)
 
-    rows: int
-    """Number of rows."""
-    positions: int
-    """Positions of a row."""
-    row_shards: int
-    """Number of devices over which the rows are split; a divisor of `rows`."""
-    position_shards: int
-    """Number of devices over which the positions are split; a divisor of `positions`."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a device."""
-        return self.rows // self.row_shards * (self.positions // self.position_shards)
-
-    def split(self, array: Shaped[Array, "batch position *rest"]) -> Shaped[Array, "shard token *rest"]:
-        """Return the tokens of each device."""
-        rest = array.shape[2:]
-        return jnp.swapaxes(array.reshape(*self._parts, *rest), 1, 2).reshape(-1, self.tokens, *rest)
-
-    def join(self, array: Shaped[Array, "shard token"]) -> Shaped[Array, "batch position"]:
-        """Undo `split`."""
-        row_shards, rows, position_shards, positions = self._parts
-        parts = array.reshape(row_shards, position_shards, rows, positions)
-        return jnp.swapaxes(parts, 1, 2).reshape(self.rows, self.positions)
-
-    @property
-    def _parts(self) -> tuple[int, int, int, int]:
-        rows, positions = self.rows // self.row_shards, self.positions // self.position_shards
-        return self.row_shards, rows, self.position_shards, positions
+def join_tokens(
+    array: Shaped[Array, "shard token"], shape: tuple[int, ...], shards: int, position_shards: int
+) -> Shaped[Array, "batch position"]:
+    """Undo `split_tokens`, given the shape of the rows."""
+    rows, positions = shape
+    parts = array.reshape(shards, position_shards, rows // shards, positions // position_shards)
+    return jnp.swapaxes(parts, 1, 2).reshape(shape)
 
 
 def shards_of(Batch: Axis) -> int:

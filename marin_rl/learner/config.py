@@ -61,6 +61,17 @@ class CriticConfig(ConfigSection):
     """ε_v: bound on the change of a value from its old value in the clipped value loss; null for no bound."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ObservationLossConfig(ConfigSection):
+    """Cross-entropy of the observations within a rollout, as an auxiliary target: a model of the environment.
+
+    It is the mean over the tokens between the replies, with the markup of the chat template. Prompts have no loss.
+    """
+
+    coefficient: Annotated[float, Gt(0)] = 0.1
+    """Weight of the cross-entropy relative to the policy term."""
+
+
 class ExportDtype(enum.StrEnum):
     """Type of exported weights."""
 

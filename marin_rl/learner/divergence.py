@@ -19,15 +19,16 @@ from marin_rl.batching.rl_example import to_predictors, to_tokens
 from marin_rl.learner.attention_layers import context_shards
 from marin_rl.learner.blocks import (
     Block,
-    Shards,
     backpropagate,
     gather,
     head_logits,
+    join_tokens,
     masked_tokens,
     over_blocks,
     scatter,
     set_block,
     shards_of,
+    split_tokens,
 )
 from marin_rl.objectives.divergence import Divergence, divergence_terms
 from marin_rl.utils.levanter_line import shard
@@ -37,11 +38,7 @@ def token_divergences(
     policy: tuple[NamedArray, NamedArray],
     teacher: tuple[NamedArray, NamedArray],
     mask: NamedArray,
-    *,
-    divergence: Divergence,
-    mixture: float,
-    temperature: float,
-    block_size: int,
+    **options: Any,
 ) -> NamedArray:
     """Compute the divergence between the predictive distributions of every token on a mask.
 
@@ -50,10 +47,7 @@ def token_divergences(
             [`policy_activations`][marin_rl.learner.logprobs.policy_activations], and head `{embed, vocab}`.
         teacher: the same of the teacher, which may have another `embed`; without gradient.
         mask: `{batch, position}`, tokens to compute.
-        divergence: which one.
-        mixture: as for [`divergence_terms`][marin_rl.objectives.divergence.divergence_terms].
-        temperature: divides the logits of both, above 0.
-        block_size: tokens per device with logits in memory at the same time, at least 1.
+        **options: `divergence`, `mixture`, `temperature` and `block_size` of `blockwise_divergence`.
 
     Returns:
         Nats, `{batch, position}` float32, aligned with the tokens; 0 off the mask.
@@ -69,12 +63,9 @@ def token_divergences(
         *arrays(*policy),
         *arrays(*jax.lax.stop_gradient(teacher)),
         to_predictors(mask).array,
-        divergence=divergence,
-        mixture=mixture,
-        temperature=temperature,
-        block_size=block_size,
         shards=shards_of(Batch),
         position_shards=context_shards(),
+        **options,
     )
     return to_tokens(hax.named(divergences, (Batch, Pos)))
 
@@ -116,11 +107,13 @@ def blockwise_divergence(
         Nats, `[batch, position]` float32; 0 off the mask. They support one reverse-mode differentiation with respect
         to the policy; the teacher is a constant.
     """
-    parts = Shards(*mask.shape, shards, position_shards)
-    vocab = min(lm_head.shape[1], teacher_head.shape[1])
-    inputs = parts.split(activations), lm_head[:, :vocab], parts.split(teacher_activations), teacher_head[:, :vocab]
-    options = divergence, mixture, temperature, min(block_size, parts.tokens)
-    return parts.join(_divergences(*inputs, parts.split(mask), *options))
+    parts, vocab = (shards, position_shards), min(lm_head.shape[1], teacher_head.shape[1])
+    trunk, teacher_trunk, mask_parts = (
+        split_tokens(array, *parts) for array in (activations, teacher_activations, mask)
+    )
+    inputs = trunk, lm_head[:, :vocab], teacher_trunk, teacher_head[:, :vocab], mask_parts
+    options = divergence, mixture, temperature, min(block_size, mask_parts.shape[1])
+    return join_tokens(_divergences(*inputs, *options), mask.shape, *parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))

@@ -23,16 +23,17 @@ from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
 from marin_rl.learner.blocks import (
     Block,
-    Shards,
     backpropagate,
     gather,
     get_block,
     head_logits,
+    join_tokens,
     masked_tokens,
     over_blocks,
     scatter,
     set_block,
     shards_of,
+    split_tokens,
 )
 from marin_rl.utils.levanter_line import shard
 
@@ -171,11 +172,12 @@ def blockwise_logprobs(
         Log-probabilities (nats) and statistics, `[batch, position]` float32; 0 off the mask. The log-probabilities
         support one reverse-mode differentiation; statistics are constants.
     """
-    parts = Shards(*mask.shape, shards, position_shards)
-    block_size = min(block_size, parts.tokens)
-    inputs = parts.split(activations), lm_head, parts.split(targets), parts.split(mask)
+    parts = shards, position_shards
+    block_size = min(block_size, mask.size // (shards * position_shards))
+    of_tokens = (split_tokens(array, *parts) for array in (targets, mask))
+    inputs = split_tokens(activations, *parts), lm_head, *of_tokens
     logprobs, statistics = _logprobs(*inputs, temperature, block_size, statistic)
-    return parts.join(logprobs), parts.join(statistics)
+    return join_tokens(logprobs, mask.shape, *parts), join_tokens(statistics, mask.shape, *parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

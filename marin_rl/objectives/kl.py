@@ -132,16 +132,13 @@ class KlConfig(ConfigSection, draccus.ChoiceRegistry):
 
     beta = 0.0
     """β, the weight of the penalty; 0 without a penalty."""
+    needs_teacher = False
+    """Whether every update runs the model of the reference."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are used."""
         return self.beta > 0
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether every update runs the model of the reference."""
-        return False
 
     def reward_penalty(self, kl: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
         """Compute the penalty subtracted from each action token's reward from its k1 under the sampling policy."""
@@ -219,6 +216,7 @@ class ExactKlConfig(KlConfig):
     Every update runs the model of the reference, which must be local.
     """
 
+    needs_teacher = True
     beta: Annotated[float, Gt(0)] = dataclasses.field()  # pyrefly: ignore[bad-override]
     """Weight of the stream, in loss per nat and token."""
     divergence: Divergence = Divergence.REVERSE
@@ -231,8 +229,3 @@ class ExactKlConfig(KlConfig):
     def needs_reference(self) -> bool:
         """No log-probabilities of the reference are used."""
         return False
-
-    @property
-    def needs_teacher(self) -> bool:
-        """True."""
-        return True

@@ -21,12 +21,16 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlExample
+from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
+from marin_rl.learner.policy_model import read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.learner.train_step import placed_shape
+from marin_rl.models.hf_config import read_hf_config
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.attention import Tokens
@@ -92,6 +96,19 @@ class RunShapes:
     def trained(self) -> LmHeadModel | Adapter | ActorCritic:
         """Shapes and shardings of all trained parameters: of the policy, and of the critic if there is one."""
         return self.spec.place(self.spec.trained)
+
+    @functools.cached_property
+    def teacher(self) -> LmHeadModel | None:
+        """Shapes and shardings of the teacher of an exact divergence; None without one."""
+        config, trainer = self.config, self.trainer
+        if not config.kl.needs_teacher:
+            return None
+        policy = self.parameters
+        if isinstance(config.reference, CheckpointReferenceConfig):
+            folder = hf_folder(config.reference.path, "reference.path")
+            parts = RunParts(dataclasses.replace(config, model=read_hf_architecture(folder)), trainer)
+            policy = self.spec.place(PolicySpec(parts.model, read_hf_config(folder).vocab_size, trainer).policy)
+        return self.place(eqx.filter_eval_shape(trainer.mp.cast_to_compute, policy))
 
     def place(self, tree: Any) -> Any:
         """Return shapes with the shardings of parameters."""
@@ -177,9 +194,9 @@ def lower_initial_state(run: RunShapes) -> jax.stages.Lowered:
 
 def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
-    learner = run.parts.make_learner(run.layout, run.base)
+    learner = run.parts.make_learner(run.layout, run.base, run.teacher)
     state = run.place(learner.state_shape(run.spec.trained))
-    return learner.lower(state, [_batch(run.layout)])
+    return learner.lower(state, [_batch(run.layout, run.config)])
 
 
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
@@ -289,11 +306,15 @@ def own_scorings(config: TrainConfig) -> float:
     return 1 / store.every if store.learner_logprobs and store.every else 0.0
 
 
-def _batch(layout: RowLayout) -> RlExample:
-    """Return a microbatch without content."""
+def _batch(layout: RowLayout, config: TrainConfig | None = None) -> RlExample:
+    """Return a microbatch without content; with the streams of a config."""
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
     shape = [axis.size for axis in axes]
-    optional = {"prompt_segment_ids": layout.group is not None}
+    optional = {
+        "prompt_segment_ids": layout.group is not None,
+        "ce_weights": config is not None and config.observation_loss is not None,
+        "ref_kl_weights": config is not None and config.kl.needs_teacher,
+    }
     dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name, needed in optional.items() if needed}
     arrays = {name: hax.NamedArray(cast(Any, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}
     return RlExample(**arrays, group=layout.group)

@@ -260,6 +260,8 @@ def _held(run: RunShapes) -> dict[str, Number]:
         shapes = [teacher_spec(run.parts, path).policy for path in teachers]
         shapes += [run.sent] if run.config.needs_initial_policy else []
         held["reference"] = sum(chip_bytes(run.place(shape)) for shape in shapes)
+    if run.teacher is not None:
+        held["teacher"] = chip_bytes(run.teacher)
     if run.config.mode is Mode.ASYNC:
         dtype, leaves = run.config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
         sent = [jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding) for leaf in leaves]
@@ -278,7 +280,7 @@ def _held_arguments(name: str, held: Mapping[str, Number]) -> tuple[str, ...]:
     base = ("base",) if "base" in held else ()
     match name:
         case "update":
-            return *base, "weights", "optimizer"
+            return *base, "weights", "optimizer", *(["teacher"] if "teacher" in held else [])
         case "score":
             return *base, "reference" if "reference" in held else "weights"
         case "resharding" | "prefill" | "short prefill" | "decode":

@@ -81,6 +81,8 @@ class BatchBuilder:
     """Maximum number of tokens of a sequence."""
     seed: int
     """Seed of the run, which determines the minibatches."""
+    observation_loss: bool = False
+    """Whether observations have cross-entropy."""
     layout: RowLayout
     """Shape of a microbatch."""
     pad_token_id: int
@@ -164,7 +166,13 @@ class BatchBuilder:
                 minibatch = batch if updates.minibatches == 1 else batch.take(np.sort(part))
                 if minibatch.loss_mask.any():
                     yield pack_batch(
-                        minibatch, self.aggregation, self.layout, pad_token_id=self.pad_token_id, own_rows=self.own_rows
+                        minibatch,
+                        self.aggregation,
+                        self.layout,
+                        pad_token_id=self.pad_token_id,
+                        own_rows=self.own_rows,
+                        ce_mask=minibatch.observation_mask if self.observation_loss else None,
+                        ref_kl_mask=minibatch.loss_mask if self.kl.needs_teacher else None,
                     )
 
     def _score(
@@ -312,6 +320,7 @@ def make_batch_builder(
         aggregation=config.aggregation,
         updates=config.updates,
         has_critic=config.critic is not None,
+        observation_loss=config.observation_loss is not None,
         max_length=config.rollouts.max_length,
         seed=config.seed,
         layout=parts.layout,

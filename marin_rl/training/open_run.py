@@ -37,7 +37,7 @@ from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
-from marin_rl.training.references import open_reference
+from marin_rl.training.references import open_learner, open_reference
 from marin_rl.training.run_state import REPLAY, RUN_FILES, Progress, RunFiles, RunState, compare_on_resume
 from marin_rl.training.shared_run import (
     check_shared_sampling,
@@ -103,7 +103,6 @@ def open_run(
     with contextlib.ExitStack() as resources:
         with interruptible():
             parts = RunParts.start(config, resources=resources, report=report)
-            learner = parts.learner
             inputs = _check_run(parts)
             require_same_tasks(parts.environment)
             reward_functions = _open_reward_functions(parts)
@@ -148,10 +147,11 @@ def open_run(
                 with writing(store.folder):
                     files = dataclasses.replace(files, rollouts=store.digests())
             state.save(checkpoints, trainer_state, rollout_source.counts, files)
+        initial = functools.partial(_initial_policy, parts, checkpoints)
         batch_builder = make_batch_builder(
             parts,
             parts.score,
-            open_reference(parts, functools.partial(_initial_policy, parts, checkpoints)),
+            open_reference(parts, initial),
             None if history is None else history.get,
         )
         return TrainingRun(
@@ -170,7 +170,7 @@ def open_run(
                 config.seed,
             ),
             batch_builder=batch_builder,
-            learner=learner,
+            learner=open_learner(parts, initial),
             base=parts.base,
             tokenizer=parts.tokenizer,
             history=history,

@@ -28,6 +28,7 @@ from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec, with_config
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
+from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
@@ -80,6 +81,33 @@ def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]
     """
     config = parts.config
     return _open(config.reference, parts, functools.cache(initial)) if config.needs_reference else None
+
+
+def open_learner(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> Learner:
+    """Return the learner of a run, with the teacher of `kl: {type: exact}` if there is one.
+
+    Args:
+        parts: parts of the run.
+        initial: loads the weights at the start of RL.
+
+    Raises:
+        PolicyModelError: as for `load_teacher`.
+        UserError: if rows share prompts, which the architecture of the teacher does not support.
+    """
+    reference = parts.config.reference
+    if not parts.config.kl.needs_teacher:
+        return parts.learner
+    if not isinstance(reference, CheckpointReferenceConfig):
+        model = parts.trainer.mp.cast_to_compute(parts.assemble(initial()))
+        return parts.make_learner(parts.layout, parts.base, model)
+    own, model = load_teacher(parts, reference.path)
+    for layout in parts.layout.alternatives:
+        if layout.group and not own.kernel.supports_shared_prompts(own.model, layout.group):
+            raise UserError(
+                f"{PATH} is {reference.path!r}, whose attention cannot read rows with shared prompts; set "
+                "rollouts.share_prompts: false"
+            )
+    return parts.make_learner(parts.layout, parts.base, model)
 
 
 def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> ScoreReference:
@@ -198,8 +226,9 @@ def check_reference(parts: RunParts) -> str:
         ValueError: if the environment variable with the key of a server is not set, or a teacher is an unfinished run.
     """
     config, found = parts.config, dict[str, None]()
-    if not config.needs_reference:
+    if not (config.needs_reference or config.kl.needs_teacher):
         return "not loaded, the KL coefficient is 0"
+    copied = ", a second copy" if config.lora is None else ", its adapter alone"
     if isinstance(config.reference, ReferencesByEnvironmentConfig):
         check_environments(parts, config.reference)
     for part in config.reference.parts:
@@ -215,9 +244,9 @@ def check_reference(parts: RunParts) -> str:
             case PolicyReferenceConfig(weights=PolicyWeights.LIVE):
                 found["the policy itself"] = None
             case PolicyReferenceConfig(weights=PolicyWeights.AVERAGE):
-                found["an average of the weights, a second copy"] = None
+                found[f"an average of the weights{copied}"] = None
             case _:
-                found["the policy at the start of RL, a second copy"] = None
+                found[f"the policy at the start of RL{copied}"] = None
     return "; ".join(found)
 
 

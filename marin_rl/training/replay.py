@@ -45,7 +45,7 @@ from marin_rl.training.loop import (
     train_on_groups,
     update_seconds,
 )
-from marin_rl.training.references import Teacher, open_reference
+from marin_rl.training.references import Teacher, open_learner, open_reference
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.devices.setup import device_peak_bytes
@@ -163,15 +163,15 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     parts.check_base(checkpoint.progress.get("base", ""))
     state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
+    initial = functools.partial(_restore_initial, parts, checkpoints)
+    learner = open_learner(parts, initial)
     make_builder = functools.partial(
-        _make_builder,
-        parts,
-        functools.cache(lambda: open_reference(parts, functools.partial(_restore_initial, parts, checkpoints))),
+        _make_builder, parts, functools.cache(functools.partial(open_reference, parts, initial))
     )
     for number in range(start + 1, step + 1):
         stored = first if number == start + 1 else groups(number)
         builder = make_builder(stored, number)
-        trained, metrics = timed_step(parts.model, parts.learner, builder, state, stored.groups, number, vocab_size)
+        trained, metrics = timed_step(parts.model, learner, builder, state, stored.groups, number, vocab_size)
         state = trained.state
     recorded = {name: value for name, value in records.get(step, {}).items() if name in metrics}
     difference = None
@@ -387,15 +387,17 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
         policy = parts.first_policy()
     vocab_size = parts.assemble(policy).vocab_size
     groups = make_groups(shape, config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size, config.seed)
-    reference = None
-    if config.needs_reference:
+    reference, learner = None, parts.learner
+    if config.needs_reference or config.kl.needs_teacher:
         # The updates donate the weights. A teacher of another size takes other times.
-        copied = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy)
-        reference = Teacher(parts, parts.assemble(copied)).score
+        copied = parts.assemble(jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy))
+        reference = Teacher(parts, copied).score if config.needs_reference else None
+        if config.kl.needs_teacher:
+            learner = parts.make_learner(parts.layout, parts.base, parts.trainer.mp.cast_to_compute(copied))
     state, steps = parts.first_state(policy), []
     builder = make_batch_builder(parts, parts.score, reference)
     for number in range(1, 1 + shape.steps):
-        trained, metrics = timed_step(parts.model, parts.learner, builder, state, groups, number, vocab_size)
+        trained, metrics = timed_step(parts.model, learner, builder, state, groups, number, vocab_size)
         state = trained.state
         steps.append(metrics)
     rollouts = [rollout for group in groups for rollout in group.rollouts]

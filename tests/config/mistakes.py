@@ -151,6 +151,13 @@ SETTINGS: dict[str, Mistake] = {
     "critic missing": _of("--advantage.type gae", "'gae' needs a critic", "critic: {shared_trunk: true}"),
     "critic": _of("--critic {}", "critic is set, but advantage 'rloo'", "advantage: {type: gae}, or critic: null"),
     "turns": _of("--advantage.type gigpo", "'gigpo' compares the turns", "advantage: {type: rloo}"),
+    "observations": _of(
+        "--observation_loss.coefficient 0.1", "observation_loss is set, but rollouts.max_turns is 1", "loss: null"
+    ),
+    "teacher in the update": _of(
+        "--kl '{type: exact, beta: 0.1}' --reference '{type: policy, weights: average}'",
+        *("kl.type is exact", "reference.type is 'policy'", "set reference: {type: checkpoint}"),
+    ),
     "updates": _of("--updates '{epochs: 2, minibatches: 4}'", "updates sets 8 updates per step", "ppo_clip"),
     "minibatches": _of(
         "--updates.minibatches 33 --policy_loss.type ppo_clip", "minibatches is 33, but a step has only 32 rollouts"

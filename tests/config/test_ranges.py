@@ -53,10 +53,10 @@ RANGES = {
     "above 0": """
         CriticConfig.coefficient DistillationConfig.coefficient ExactKlConfig.beta JudgeCriterion.weight
         LlmJudgeConfig.timeout_seconds LoraConfig.alpha MaskMismatchConfig.cap MathVerifyConfig.timeout
-        OpenAiSamplerConfig.timeout RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds
-        SandboxConfig.start_seconds SandboxConfig.wall_seconds ServerReferenceConfig.timeout TisConfig.cap
-        ToolLimits.max_seconds WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout
-        WorkersConfig.no_progress_timeout
+        ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout RetryConfig.first_seconds
+        RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds
+        ServerReferenceConfig.timeout TisConfig.cap ToolLimits.max_seconds WarmStartConfig.learning_rate
+        WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
         OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length

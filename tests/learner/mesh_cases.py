@@ -28,6 +28,7 @@ def main(folder: Path) -> None:
 
     from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
     from tests import tiny_learner as tiny
+    from tests.learner import stream_cases as streams
 
     states = {}
     facts = {"devices": jax.device_count()}
@@ -43,6 +44,11 @@ def main(folder: Path) -> None:
             "shards": len({str(shard.index) for shard in up_proj.addressable_shards}),
         }
         states[model_axis] = learner, state
+        # The three streams, with a teacher that the same mesh shards.
+        of_streams = streams.make_stream_learner(tiny.make_trainer(streams.ON_MESHES.rows, model_axis=model_axis))
+        measured, gradient = streams.update(of_streams, streams.pack(streams.ON_MESHES))
+        np.savez(folder / f"{name}-streams.npz", **gradient)
+        facts[name]["streams"] = measured
 
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     _, saved = states[1]

@@ -29,6 +29,7 @@ from marin_rl.learner.train_step import (
 from marin_rl.objectives.kl import KlEstimator
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS
 from tests.cpu_host import cpu_host
+from tests.learner import stream_cases
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +110,16 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32(tiny) -> None:
 
 
 @pytest.mark.slow
-def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -> None:
+def test_any_mesh_gives_the_same_loss_and_gradient(one_device, trainer, tmp_path: Path) -> None:
     environment = {**os.environ, **cpu_host(8)}
     command = [sys.executable, "-m", "tests.learner.mesh_cases", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["devices"] == 8
+    of_streams = stream_cases.update(
+        stream_cases.make_stream_learner(trainer), stream_cases.pack(stream_cases.ON_MESHES)
+    )
     meshes = {
         "data8-passes4": {"replica": 1, "data": 8, "model": 1},
         "data4-model2-passes2": {"replica": 1, "data": 4, "model": 2},
@@ -124,6 +128,8 @@ def test_any_mesh_gives_the_same_loss_and_gradient(one_device, tmp_path: Path) -
         assert facts[case]["mesh"] == mesh
         assert facts[case]["shards"] == 8  # parameters are split over all devices
         found = facts[case]["measured"], dict(np.load(tmp_path / f"{case}.npz"))
+        streams = facts[case]["streams"], dict(np.load(tmp_path / f"{case}-streams.npz"))
+        assert_same_update(streams, of_streams)
         assert_same_update(found, one_device[1])
     assert facts["meshes differ"]
     assert facts["restored on the other mesh"]

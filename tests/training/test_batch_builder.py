@@ -12,12 +12,13 @@ import pytest
 from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
+from marin_rl.learner.config import ObservationLossConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import DistillationConfig, DrGrpoConfig, GaeConfig, GigpoConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
-from marin_rl.objectives.kl import NoKlConfig, RewardKlConfig
+from marin_rl.objectives.kl import ExactKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
@@ -481,6 +482,33 @@ def test_a_correction_that_masks_all_rollouts_is_named(
     mismatch = [batch.mismatch, build(near, *rollouts).mismatch]
     assert [metrics and metrics["mismatch/zero_share"] for metrics in mismatch] == [1.0, 0.0]
     assert not caplog.text
+
+
+def test_streams_of_observations_and_of_the_teacher_have_their_own_denominators():
+    config = make_config(
+        observation_loss=ObservationLossConfig(),
+        kl=ExactKlConfig(0.5),
+        truncation=MaskTruncatedConfig(),
+        rollouts=RolloutConfig(prompts_per_step=4, group_size=4, max_length=32, max_turns=3),
+    )
+    rollouts = [
+        rollout("a", 1.0, turn(3), turn(2, starts=False), turn(2)),
+        rollout("b", 2.0, turn(1), turn(1, starts=False), turn(1, starts=False)),
+        rollout("masked", 3.0, turn(2), turn(2, starts=False), truncated=True),
+    ]
+    batch = build(bare_builder(config), *rollouts)
+    assert batch.metrics["objective/non_score_reward"] == 0.0
+    [packed] = bare_builder(config).minibatches(batch.rollouts, 1)
+    # Observations are prompts of four tokens; the first of each sequence has no loss, nor has that of a rewritten one.
+    observed = [[7, 8, 9, 10], [5, 6, 7, 8, 10, 11, 12, 13], []]
+    for found, places in zip(unpacked(batch, packed, "ce_weights"), observed, strict=True):
+        np.testing.assert_allclose(found, np.isin(np.arange(found.size), places) / 12, rtol=1e-6)
+    for found, mask in zip(
+        unpacked(batch, packed, "ref_kl_weights"), unpacked(batch, packed, "loss_mask"), strict=True
+    ):
+        np.testing.assert_allclose(found, mask / 10, rtol=1e-6)
+    [plain] = bare_builder(make_config()).minibatches(batch.rollouts, 1)
+    assert {"ce_weights", "ref_kl_weights"}.isdisjoint(plain.microbatches[0].arrays())
 
 
 # Minibatches.

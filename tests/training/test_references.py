@@ -25,7 +25,7 @@ from marin_rl.config.reference_config import (
 )
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.starting_weights import first_policy
-from marin_rl.objectives import DistillationConfig, TisConfig
+from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
 from marin_rl.run_parts import RunParts
 from marin_rl.training.earlier_run import prompt_scorer
 from marin_rl.training.loop import TrainingRun
@@ -62,15 +62,21 @@ def distilled(run: TinyRun, reference: Any, **changes: Any) -> TrainingRun:
     return reopen(run, accept_changes=True, reference=reference, **settings)
 
 
-def logprobs(model: LmHeadModel) -> np.ndarray:
-    """Log-probs of the action tokens by levanter's own forward pass."""
-    found = np.zeros(BATCH.input_ids.shape)
+def all_logprobs(model: LmHeadModel) -> np.ndarray:
+    """Log-probs of all ids at each token, given the tokens before it, by levanter's own forward pass."""
+    found = np.zeros((BATCH.input_ids.size, 264))
     for start, end in zip(BATCH.sequence_offsets, BATCH.sequence_offsets[1:], strict=False):
         ids = np.zeros(12, np.int32)
         ids[: end - start] = BATCH.input_ids[start:end]
         logits = model(hax.named(ids, "position"), attn_mask=AttentionMask.causal()).array
-        found[start + 1 : end] = jax.nn.log_softmax(logits)[np.arange(end - start - 1), ids[1 : end - start]]
-    return np.where(BATCH.loss_mask, found, 0)
+        found[start + 1 : end] = jax.nn.log_softmax(logits)[: end - start - 1]
+    return found
+
+
+def logprobs(model: LmHeadModel) -> np.ndarray:
+    """Log-probs of the action tokens."""
+    of_tokens = np.take_along_axis(all_logprobs(model), BATCH.input_ids[:, None], axis=1)[:, 0]
+    return np.where(BATCH.loss_mask, of_tokens, 0)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +130,21 @@ def test_a_teacher_of_another_size_scores_and_teaches_every_token(finished_run: 
     # Stored rollouts have the advantages that are trained on.
     stored = [built[0].stored[id].advantages for id in BATCH.ids]
     np.testing.assert_array_equal(np.concatenate(stored), advantages[0][BATCH.loss_mask])
+
+
+@pytest.mark.medium
+def test_a_teacher_of_another_size_is_run_in_the_updates(finished_run: TinyRun, teacher: Any):
+    folder, weights = teacher
+    run = reopen(
+        finished_run, accept_changes=True, reference=CheckpointReferenceConfig(str(folder)), kl=ExactKlConfig(0.5)
+    )
+    assert run.batch_builder.score_reference is None
+    own, others = all_logprobs(run.trainer_state.model), all_logprobs(weights)
+    expected = (np.exp(own) * (own - others)).sum(axis=-1)[BATCH.loss_mask].mean()
+    [packed] = run.batch_builder.minibatches(BATCH, 7)
+    _, metrics = run.learner.step(run.trainer_state, packed.microbatches)
+    assert float(metrics["loss/ref_kl_avg"]) == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.1
 
 
 @pytest.mark.medium

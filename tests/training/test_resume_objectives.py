@@ -44,6 +44,9 @@ GSPO: dict[str, Any] = {
 }
 """Groups of two, which often have equal rewards and are then replaced."""
 
+EXACT: dict[str, Any] = {"kl": {"type": "exact", "beta": 0.5, "divergence": "forward"}, "updates": {"minibatches": 1}}
+"""The initial policy teaches in every update."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -67,7 +70,7 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
     def by_name(name: str) -> Trained:
         if name not in trained:
             settings = {
-                **{"ppo": PPO, "gspo": GSPO}[name],
+                **{"ppo": PPO, "gspo": GSPO, "exact": EXACT}[name],
                 "initialize_from": str(finished_run.path),
                 "warm_start__max_steps": 0,
                 "num_steps": STEPS,
@@ -88,8 +91,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("name", "step"), [("ppo", 1), ("ppo", 2), ("gspo", 1), ("gspo", 2), ("exact", 2)])
 def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Callable[[str], Trained], tmp_path: Path):
     whole = train(name).run
     resumed = interrupted_after(whole, step, tmp_path / "copy")
@@ -101,8 +103,9 @@ def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Calla
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
-@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize(
+    ("name", "stored"), [("ppo", True), ("ppo", False), ("gspo", True), ("gspo", False), ("exact", True)]
+)
 def test_replayed_step_equals_the_run(
     name: str, stored: bool, train: Callable[[str], Trained], monkeypatch: pytest.MonkeyPatch
 ):
@@ -118,6 +121,16 @@ def test_replayed_step_equals_the_run(
     replayed = replay_step(RunDirectory(run.path), config_of(run), 3)
     assert (replayed.start, replayed.weight_difference) == (2, 0.0)
     assert without_timings(replayed.metrics) == without_timings(replayed.recorded)
+
+
+def test_the_initial_policy_is_the_teacher_of_an_exact_divergence(train: Callable[[str], Trained]):
+    records = train("exact").run.records()[1:]
+    assert abs(records[0]["loss/ref_kl_avg"]) < 1e-6
+    assert 1e-5 < records[1]["loss/ref_kl_avg"] < records[2]["loss/ref_kl_avg"]
+    for record in records:
+        total = record["loss/policy_avg"] + 0.5 * record["loss/ref_kl_avg"]
+        assert record["loss/total"] == pytest.approx(total, rel=1e-4, abs=1e-6)
+        assert "objective/kl" not in record
 
 
 def test_ppo_step_has_several_updates(train: Callable[[str], Trained]):
