@@ -1,10 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+from pathlib import Path
 from typing import Any, cast
 
 import jax
 import pytest
+from transformers import LlamaConfig
 
 from marin_rl.pods import compiling
 from marin_rl.pods.compiling import (
@@ -42,6 +44,18 @@ def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes
     for name in ("arguments", "outputs", "aliased"):
         # Small arrays are padded.
         assert getattr(whole, name) == pytest.approx(getattr(direct, name), rel=0.01)
+
+
+def test_the_teacher_of_an_update_may_have_another_size(run: RunShapes, tmp_path: Path):
+    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    teacher = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256)
+    teacher.save_pretrained(tmp_path)
+    exact = ("--kl", "{type: exact, beta: 0.1}", "--trainer.mp", "p=f32,c=bf16")
+    initial, other = opened(*exact), opened(*exact, "--reference", f"{{type: checkpoint, path: {tmp_path}}}")
+    assert run.teacher is None
+    assert chip_bytes(initial.teacher) == chip_bytes(run.parameters) / 2
+    matrices = 2 * 160 * 32 + 4 * 32 * 32 + 3 * 32 * 48
+    assert chip_bytes(other.teacher) == 2 * (matrices + 3 * 32)
 
 
 @pytest.mark.medium
