@@ -24,7 +24,7 @@ class LoraConfig(ConfigSection):
 
     rank: Annotated[int, Ge(1)] = 16
     """Rank of the product `A B`."""
-    alpha: Annotated[float, Gt(0)] = 32
+    alpha: Annotated[float, Gt(0)] = 32.0
     """The product is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),

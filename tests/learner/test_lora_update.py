@@ -1,0 +1,128 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Updates of adapters: gradients, microbatches, devices and memory."""
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from haliax.util import ensure_tuple
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.models.lora import Adapter, adapted_modules, merge_adapter, with_adapter
+from tests.cpu_host import cpu_host
+from tests.learner.lora_cases import LORA, PRECISIONS, STEPS, adapter_learner, first_updates
+
+
+def random_adapter(spec: PolicySpec, seed: int = 3) -> Adapter:
+    rng = np.random.default_rng(seed)
+    adapter = spec.new_adapter(jax.random.PRNGKey(0))
+    return jax.tree.map(lambda leaf: jax.numpy.asarray(rng.normal(scale=0.2, size=leaf.shape), leaf.dtype), adapter)
+
+
+def gradient_of_adapter(tiny: ModuleType, microbatches: int) -> tuple[dict[str, np.ndarray], Adapter, LmHeadModel]:
+    trainer = tiny.make_trainer(tiny.MESH_ROWS // microbatches)
+    learner, spec = adapter_learner(trainer, loss=tiny.make_loss(), optimizer=tiny.SgdConfig())
+    adapter = random_adapter(spec)
+    before, base = tiny.arrays_by_path(adapter), tiny.make_model(trainer)
+    state = learner.initial_state(adapter, jax.random.PRNGKey(1))
+    state, _ = learner.step(state, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
+    after = tiny.arrays_by_path(state.model)
+    return {name: before[name] - after[name] for name in before}, random_adapter(spec), base
+
+
+@pytest.mark.medium
+def test_gradients_are_those_of_the_merged_weights_times_a_and_b(tiny: ModuleType) -> None:
+    """dL/dA = s Bᵀ dL/dW and dL/dB = s dL/dW Aᵀ, with the gradient of whole weights `W + s A B` as the oracle."""
+    found, adapter, base = gradient_of_adapter(tiny, 1)
+    trainer = tiny.make_trainer(tiny.MESH_ROWS)
+    learner = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
+    merged = merge_adapter(with_adapter(base, adapter))
+    copied = jax.tree.map(lambda leaf: jax.numpy.copy(leaf) if eqx.is_array(leaf) else leaf, merged)
+    state, _ = learner.step(
+        learner.initial_state(copied, jax.random.PRNGKey(1)), tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), 1)
+    )
+    of_merged, updated = adapted_modules(merged, LORA.targets), adapted_modules(state.model, LORA.targets)
+    assert len(found) == 2 * len(of_merged)
+    for path, layer in of_merged.items():
+        weight = layer.weight - updated[path].weight
+        a, b = adapter.layers[path].a, adapter.layers[path].b
+        expected = {
+            "a": hax.dot(weight, b, axis=ensure_tuple(layer.Out)).rearrange(a.axes) * LORA.scale,
+            "b": hax.dot(weight, a, axis=ensure_tuple(layer.In)).rearrange(b.axes) * LORA.scale,
+        }
+        for name, array in expected.items():
+            gradient = found[f".layers['{path}'].{name}[<flat index 0>]"]
+            assert np.abs(gradient).max() > 1e-3, path
+            np.testing.assert_allclose(gradient, array.array, atol=2e-6, rtol=1e-4, err_msg=f"{path} {name}")
+
+
+@pytest.mark.medium
+def test_microbatches_do_not_change_the_gradient(tiny: ModuleType) -> None:
+    whole, parts = gradient_of_adapter(tiny, 1)[0], gradient_of_adapter(tiny, 4)[0]
+    for name, array in whole.items():
+        np.testing.assert_allclose(parts[name], array, atol=1e-6, err_msg=name)
+
+
+def test_a_step_changes_the_adapter_and_keeps_the_base(tiny: ModuleType) -> None:
+    trainer = tiny.make_trainer()
+    learner, spec = adapter_learner(trainer)
+    state = learner.initial_state(spec.new_adapter(jax.random.PRNGKey(0)), jax.random.PRNGKey(1))
+    frozen = learner._frozen
+    for _ in range(2):
+        state, _ = learner.step(state, [tiny.make_example()])
+    assert not any(array.is_deleted() for array in frozen)
+    tiny.assert_same_bits(frozen, jax.tree.leaves(tiny.make_model(trainer)))
+    trained = sum(array.size for array in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    # A and B, two moments of each, and some scalars.
+    assert 3 * spec.num_trained <= trained < 3 * spec.num_trained + 16
+    assert jax.tree.structure(state.model) == jax.tree.structure(spec.trained)
+
+
+@pytest.fixture(scope="module")
+def on_8_devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+    folder = tmp_path_factory.mktemp("devices")
+    command = [sys.executable, "-m", "tests.learner.lora_cases", str(folder)]
+    done = subprocess.run(command, env={**os.environ, **cpu_host(8)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {precision: dict(np.load(folder / f"{precision}.npz")) for precision in PRECISIONS}
+
+
+def moved(found: dict[str, np.ndarray], step: int, matrix: str) -> np.ndarray:
+    """Changes of all elements of A or B since the start."""
+    names = [name[1:] for name in found if name.startswith("0") and f".{matrix}[" in name]
+    assert len(names) == 7
+    return np.concatenate([(found[f"{step}{name}"] - found[f"0{name}"]).ravel() for name in names])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_8_data_shards_move_the_adapter_as_one_device_does(
+    on_8_devices: dict[str, dict[str, np.ndarray]], precision: str
+) -> None:
+    """The first gradient of A is exactly 0, which Adam must not turn into steps along rounding errors."""
+    shards, one = on_8_devices[precision], first_updates(precision)
+    assert shards.keys() == one.keys()
+    losses = [[float(found[f"{step} loss"]) for step in range(1, STEPS + 1)] for found in (shards, one)]
+    np.testing.assert_allclose(*losses, rtol=1e-5 if precision == PRECISIONS[0] else 1e-3)
+    assert losses[1][-1] < losses[1][0] - 0.001
+    for found in (shards, one):
+        assert not moved(found, 1, "a").any()
+        assert np.abs(moved(found, 1, "b")).max() == pytest.approx(1e-3, rel=1e-3)
+        assert np.mean(np.abs(moved(found, 2, "a")) > 1e-4) > 0.9
+    for step in range(1, STEPS + 1):
+        for matrix in ("a", "b"):
+            ours, expected = moved(shards, step, matrix), moved(one, step, matrix)
+            if precision == PRECISIONS[0]:
+                np.testing.assert_allclose(ours, expected, atol=1e-5, err_msg=f"{step} {matrix}")
+            elif step > 1 or matrix == "b":
+                cosine = ours @ expected / np.linalg.norm(ours) / np.linalg.norm(expected)
+                assert cosine > 0.99, (step, matrix)
