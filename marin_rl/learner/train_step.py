@@ -331,7 +331,7 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
-def _flatten(tree: Any) -> tuple[_Constants, list[jax.Array]]:
+def _flatten(tree: Any) -> tuple[_Constants, list[Any]]:
     arrays, rest = hashable_partition(tree, _has_shape)
     leaves, structure = jax.tree.flatten(arrays)
     return _Constants(structure, rest), leaves

@@ -369,6 +369,19 @@ LEVANTER: dict[str, Mistake] = {
     "no model": _line(
         "--environment.type arithmetic --run_dir x", "neither model nor initialize_from is set", "model: {type: llama"
     ),
+    "adapter without weights": _of("--lora.rank 4", "lora is set, but initialize_from is not", "or lora: null"),
+    "rank": _of("--lora.rank 0 --initialize_from .", "lora.rank is 0", "at least 1"),
+    "no targets": _of("--lora.targets [] --initialize_from .", "lora.targets is empty", "[q_proj, v_proj]"),
+    "target": _of(
+        "--lora.targets [q_proj,k_prj] --initialize_from .", "'k_prj' names no module", "did you mean 'k_proj'"
+    ),
+    "target that is an embedding": _of(
+        "--lora.targets [embed_tokens] --initialize_from .", "'embed_tokens' is an embedding, which cannot be adapted"
+    ),
+    "separate critic of an adapter": _of(
+        "--lora.rank 4 --initialize_from . --advantage.type gae --critic.shared_trunk false",
+        *("critic.shared_trunk is false", "set critic.shared_trunk: true, or lora: null"),
+    ),
     "model": _of("--model.type lama", "model.type is 'lama'", "'llama'"),
     "model without support": _of("--model.type qwen", "model.type 'qwen' is not supported", "use qwen2"),
     "attention": _of("--model.attn_backend nvte", "model.attn_backend is nvte", "set it to null"),

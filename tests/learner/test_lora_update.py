@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -14,10 +15,17 @@ import jax
 import numpy as np
 import pytest
 from haliax.util import ensure_tuple
+from levanter.layers.attention import AttentionBackend
+from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
+from levanter.optim.config import AdamConfig
+from levanter.tracker import NoopTracker, current_tracker
 
+from marin_rl.learner.config import LoraConfig
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.models.lora import Adapter, adapted_modules, merge_adapter, with_adapter
+from marin_rl.utils.levanter_line import seq_len
 from tests.cpu_host import cpu_host
 from tests.learner.lora_cases import LORA, PRECISIONS, STEPS, adapter_learner, first_updates
 
@@ -85,6 +93,57 @@ def test_a_step_changes_the_adapter_and_keeps_the_base(tiny: ModuleType) -> None
     # A and B, two moments of each, and some scalars.
     assert 3 * spec.num_trained <= trained < 3 * spec.num_trained + 16
     assert jax.tree.structure(state.model) == jax.tree.structure(spec.trained)
+
+
+def test_weight_decay_shrinks_a_and_b_as_in_peft(tiny: ModuleType) -> None:
+    """The first gradient of A is 0, so that only the decay changes it."""
+    trainer = tiny.make_trainer()
+    optimizer = AdamConfig(learning_rate=0.1, lr_schedule="constant", warmup=0, weight_decay=0.5)
+    learner, spec = adapter_learner(trainer, optimizer=optimizer)
+    adapter = spec.new_adapter(jax.random.PRNGKey(0))
+    before = tiny.arrays_by_path(adapter)
+    state, _ = learner.step(learner.initial_state(adapter, jax.random.PRNGKey(1)), [tiny.make_example()])
+    after = tiny.arrays_by_path(state.model)
+    assert sum(".a[" in name for name in before) == 7
+    for name, array in before.items():
+        if ".a[" in name:
+            np.testing.assert_allclose(after[name], 0.95 * array, rtol=1e-6, err_msg=name)
+    mask: Any = optimizer.build_weight_decay_mask()
+    with current_tracker(NoopTracker()):
+        assert all(jax.tree.leaves(mask(spec.trained)))
+
+
+SMOLLM2 = LlamaConfig(
+    **seq_len(2048),
+    hidden_dim=576,
+    intermediate_dim=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    tie_word_embeddings=True,
+    attn_backend=AttentionBackend.VANILLA,
+)
+"""SmolLM2-135M, which has 49,152 tokens."""
+
+
+@pytest.mark.slow
+def test_for_smollm2_an_adapter_of_rank_8_is_small_to_send_and_to_train(tiny: ModuleType) -> None:
+    """At most 2 % of the bytes go to a worker, and an update needs at most 0.6 of the memory of full training."""
+    trainer, vocab = tiny.make_trainer(4), 49_152
+    peaks, sent = [], []
+    for lora in (None, LoraConfig(rank=8)):
+        spec = PolicySpec(SMOLLM2, vocab, trainer, lora=lora)
+        frozen = None if lora is None else Frozen(spec.place(spec.base))
+        learner = Learner(trainer, tiny.adam(), tiny.make_loss(block_size=256), num_updates=1, frozen=frozen)
+        state = spec.place(learner.state_shape(spec.trained))
+        lowered = learner.lower(state, [tiny.make_example(4, 256, vocab)])
+        memory: Any = lowered.compile().memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peaks.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes + results)
+        sent.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec.trained_policy)))
+    assert sent[0] == 4 * 134_515_008
+    assert sent[1] <= 0.02 * sent[0]
+    assert peaks[1] <= 0.6 * peaks[0]
 
 
 @pytest.fixture(scope="module")

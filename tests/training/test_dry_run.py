@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from marin_rl.config.sections import EvaluationConfig, RolloutConfig, UpdateConfig, WarmStartConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
+from marin_rl.learner.config import LoraConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.rollouts.config import ResampleGroupsConfig
 from marin_rl.run_parts import RunParts
@@ -486,6 +487,15 @@ def test_counts_of_a_run():
     # one more norm at the end.
     parameters = 2 * 264 * 16 + 2 * (4 * 256 + 3 * 512 + 32) + 16
     assert found["parameters"] == f"{parameters:,}, vocabulary 264"
+    assert found["trained"] == "all parameters"
+    adapted = lines(dataclasses.replace(CONFIG, initialize_from="weights", lora=LoraConfig(rank=2)))
+    # A and B of rank 2: 16 + 16 numbers for each of 4 matrices of attention, 16 + 32 for each of 3 of the MLP.
+    trained = 2 * 2 * (4 * 32 + 3 * 48)
+    assert adapted["parameters"] == found["parameters"]
+    assert adapted["trained"] == (
+        f"an adapter of rank 2: {trained:,} parameters, {trained / parameters:.2%} of the model's, of q_proj, k_proj, "
+        "v_proj, o_proj, gate_proj, up_proj, down_proj"
+    )
     assert found["one step"] == "8 prompts x 4 attempts = 32 rollouts"
     assert found["sampled per step"] == "at most 576 tokens"
     assert found["updates per step"].startswith("1 = 1 x 1 ")
