@@ -24,7 +24,8 @@ BASE_PREFIX = "transformer"
 
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of constants that older versions of transformers saved with the weights."""
-_WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")
+WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")
+"""Supported types of weights, by their names in safetensors files."""
 _MOST_NAMED = 5
 _FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Suffixes of tensors that contain all experts of a layer."""
@@ -58,7 +59,7 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
         if name in shapes and shapes[name] != shape
     ]
     problems = [
-        f"{problem} {_listing(names)}"
+        f"{problem} {listing(names)}"
         for problem, names in {
             "the files lack": [name for name in expected if name not in shapes],
             "the model does not use": unused,
@@ -135,7 +136,7 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
                 for tensor in file.keys():  # noqa: SIM118 (not a mapping)
                     header = file.get_slice(tensor)
                     shapes[tensor] = tuple(header.get_shape())
-                    if header.get_dtype() not in _WEIGHT_TYPES and not tensor.endswith(_BUFFERS):
+                    if header.get_dtype() not in WEIGHT_TYPES and not tensor.endswith(_BUFFERS):
                         not_weights.append(f"{tensor} ({header.get_dtype()})")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise PolicyModelError(
@@ -144,7 +145,7 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     if not_weights:
         raise PolicyModelError(
             f"the weights in {checkpoint!r} are not in bfloat16, float16, float32 or float64, as in quantized "
-            f"checkpoints: {_listing(not_weights)}; use the checkpoint that they were made from"
+            f"checkpoints: {listing(not_weights)}; use the checkpoint that they were made from"
         )
     named = {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
     mixtures = [name for name in named if name.endswith((*_FUSED, _ROUTER))]
@@ -154,7 +155,7 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     if twice := [name for name in split if name in named]:
         raise PolicyModelError(
             f"the weights in {checkpoint!r} contain some tensors twice, in the names of transformers 4 and in those of "
-            f"fused experts: {_listing(twice)}; remove one of the two"
+            f"fused experts: {listing(twice)}; remove one of the two"
         )
     return named | {name: tuple(leaf.shape) for name, leaf in split.items()}
 
@@ -183,6 +184,7 @@ def _refuse_pickled(checkpoint: str) -> None:
             )
 
 
-def _listing(names: list[str]) -> str:
+def listing(names: list[str]) -> str:
+    """Return the first names of a list as a text."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,327 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Adapters in the format of PEFT: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+
+A linear layer named `q` in Hugging Face's model has the tensors `base_model.model.q.lora_A.weight`, `[rank, inputs]`,
+and `base_model.model.q.lora_B.weight`, `[outputs, rank]`. PEFT adds `lora_alpha / r · B A` to its weight.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.nn import Linear
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.lm_model import LmHeadModel
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from marin_rl.models.hf_config import first_line
+from marin_rl.models.hf_tensors import BASE_PREFIX, WEIGHT_TYPES, listing, tensor_shapes, to_tensors
+from marin_rl.models.lora import RANK, Adapter, LoraLinear, with_adapter
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.hub import LFS_PROBLEM, is_lfs_pointer
+from marin_rl.utils.storage import check_descriptions
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_NOT_ADAPTED = jnp.float8_e4m3fn
+"""Type of the tensors outside the adapter, to tell them from those of the adapter."""
+
+
+class AdapterFormatError(UserError):
+    """A folder is not an adapter that can be loaded; the message names the folder, the setting and the remedy."""
+
+
+def to_peft_tensors(base: LmHeadModel, adapter: Adapter) -> dict[str, jax.Array]:
+    """Convert an adapter to the tensors of PEFT, by name.
+
+    Matrices A and B each take the place of weights of the base and are converted as these are.
+
+    Args:
+        base: the model, or its shapes.
+        adapter: its adapter.
+    """
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _NOT_ADAPTED), base)
+    model = with_adapter(zeros, adapter)
+    return {
+        f"{_PREFIX}{_hf_module(base, name)}.lora_{letter}.weight": tensor
+        for letter, matrix in (("A", _a), ("B", _b))
+        for name, tensor in to_tensors(_replace(model, matrix)).items()
+        if tensor.dtype != _NOT_ADAPTED
+    }
+
+
+def _replace(model: LmHeadModel, matrix: Callable[[LoraLinear], Linear]) -> LmHeadModel:
+    def replace(node: Any) -> Any:
+        return matrix(node) if isinstance(node, LoraLinear) else node
+
+    return jax.tree.map(replace, model, is_leaf=lambda node: isinstance(node, LoraLinear))
+
+
+def _a(layer: LoraLinear) -> Linear:
+    a = layer.low_rank.a
+    return dataclasses.replace(layer.linear, weight=a, bias=None, Out=a.resolve_axis(RANK))
+
+
+def _b(layer: LoraLinear) -> Linear:
+    b = layer.low_rank.b
+    return dataclasses.replace(layer.linear, weight=b, bias=None, In=b.resolve_axis(RANK))
+
+
+def _from_peft_tensors(base: LmHeadModel, like: Adapter, tensors: Mapping[str, jax.Array]) -> Adapter:
+    """Invert `to_peft_tensors`, which permutes numbers: the inverse of a permutation is its transpose."""
+    arrays, constants = eqx.partition(like, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    transpose = jax.linear_transpose(lambda arrays: to_peft_tensors(base, eqx.combine(arrays, constants)), arrays)
+    return eqx.combine(transpose(dict(tensors))[0], constants)
+
+
+def save_peft_adapter(
+    base: LmHeadModel, adapter: Adapter, folder: Path, base_name: str, dtype: jnp.dtype | None = None
+) -> None:
+    """Write an adapter in the format of PEFT.
+
+    Args:
+        base: shapes of the model that it adapts.
+        adapter: arrays on the devices of this process.
+        folder: an existing folder.
+        base_name: folder or hub name of the model that it adapts.
+        dtype: type of the tensors; None for that of the adapter.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    tensors = eqx.filter_jit(lambda adapter: to_peft_tensors(base, adapter))(adapter)
+    arrays = {name: np.asarray(tensor if dtype is None else tensor.astype(dtype)) for name, tensor in tensors.items()}
+    # Without rounding, 5 / 49 · 49 is not 5.
+    alpha = float(f"{adapter.scale * _rank(adapter):.12g}")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": _rank(adapter),
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": _targets(base, tensors),
+        # GPT-2 has weights of [inputs, outputs].
+        "fan_in_fan_out": isinstance(base.config, Gpt2Config),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _rank(adapter: Adapter) -> int:
+    return next(iter(adapter.layers.values())).a.axis_size(RANK)
+
+
+def _targets(base: LmHeadModel, names: Iterable[str]) -> list[str]:
+    """Return the shortest names that PEFT matches with the modules of tensors, and with no others of the base."""
+    modules = {_module(name) for name in names} - {""}
+    others = {_hf_module(base, name) for name in tensor_shapes(base)} - modules
+    targets = set()
+    for parts in (module.split(".") for module in modules):
+        endings = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+        targets.add(next((end for end in endings if not any(_is_match(other, end) for other in others)), endings[-1]))
+    return sorted(targets)
+
+
+def _hf_module(base: LmHeadModel, weight: str) -> str:
+    """Return the name of the module that has a weight of the base."""
+    return (f"{BASE_PREFIX}." if isinstance(base.config, Gpt2Config) else "") + weight.rpartition(".")[0]
+
+
+def _module(name: str) -> str:
+    """Return the module of a tensor's name.
+
+    >>> _module("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+    'model.layers.0.self_attn.q_proj'
+    """
+    return name.removeprefix(_PREFIX).rpartition(".lora_")[0]
+
+
+def _is_match(module: str, target: str) -> bool:
+    """Return whether PEFT adapts a module for a target in its list."""
+    return f".{module}".endswith(f".{target}")
+
+
+def load_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter, trainer: AbstractTrainerConfig) -> Adapter:
+    """Load an adapter.
+
+    Args:
+        folder: folder in the format of PEFT.
+        base: shapes of the model that it adapts.
+        like: shapes of the adapter, and its scale.
+        trainer: mesh and axis mapping of its arrays.
+
+    Raises:
+        AdapterFormatError: as `check_peft_adapter`, or if a number is not finite.
+    """
+    check_peft_adapter(folder, base, like)
+    dtype = jax.tree.leaves(like)[0].dtype
+    tensors: dict[str, np.ndarray] = {}
+    with safe_open(folder / WEIGHTS, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            tensors[name] = file.get_tensor(name).astype(dtype)
+            if not np.isfinite(tensors[name].astype(np.float32)).all():
+                raise AdapterFormatError(
+                    f"the adapter in {str(folder)!r} has numbers that are not finite in {name}; the run that wrote it "
+                    "diverged, use an earlier checkpoint of it"
+                )
+    with trainer.use_device_mesh():
+        mapping = trainer.parameter_axis_mapping
+        return hax.named_jit(lambda tensors: _from_peft_tensors(base, like, tensors), axis_resources=mapping)(tensors)
+
+
+def check_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter) -> None:
+    """Check that an adapter can be loaded; reads only its config and the header of its weights.
+
+    Args:
+        folder: folder in the format of PEFT.
+        base: shapes of the model that it adapts.
+        like: shapes of the adapter, and its scale.
+
+    Raises:
+        AdapterFormatError: if the folder has no adapter in this format, its files are damaged, or it has settings or
+            tensors that `like` does not have.
+    """
+    settings = _read_settings(folder)
+    if settings.rank != _rank(like) or not math.isclose(settings.scale, like.scale):
+        raise AdapterFormatError(
+            f"the adapter in {str(folder)!r} has rank {settings.rank} and factor {settings.scale:g}, but lora.rank is "
+            f"{_rank(like)} and lora.alpha / lora.rank is {like.scale:g}; set lora.rank: {settings.rank} and "
+            f"lora.alpha: {settings.scale * settings.rank}"
+        )
+    found = _read_shapes(folder)
+    if copies := [name for name in found if ".base_layer." in name]:
+        raise AdapterFormatError(
+            f"the adapter in {str(folder)!r} contains weights of its base: {listing(copies)}; write it with PEFT's "
+            "save_pretrained(NEW_FOLDER, save_embedding_layers=False)"
+        )
+    expected = {name: tensor.shape for name, tensor in eqx.filter_eval_shape(to_peft_tensors, base, like).items()}
+    modules, targets = {_module(name) for name in found}, settings.targets
+    if targets is not None:
+        of_base = {_hf_module(base, name) for name in tensor_shapes(base)}
+        targets = {module for module in of_base if any(_is_match(module, target) for target in targets)}
+    problems = {
+        "the files lack": expected.keys() - found.keys(),
+        "lora.targets or the model lack": found.keys() - expected.keys(),
+        "of another shape than in the model are": {
+            f"{name} {found[name]}, not {expected[name]}"
+            for name in found.keys() & expected.keys()
+            if found[name] != expected[name]
+        },
+        f"target_modules in {CONFIG} differs from the tensors in": set() if targets is None else targets ^ modules,
+    }
+    if any(problems.values()):
+        texts = [f"{problem} {listing(sorted(names))}" for problem, names in problems.items() if names]
+        raise AdapterFormatError(
+            f"the adapter in {str(folder)!r} does not fit initialize_from and lora.targets: {'; '.join(texts)}; use "
+            f"the model that it was trained for, and lora.targets: [{', '.join(_targets(base, found))}]"
+        )
+
+
+class _Settings(NamedTuple):
+    """Values of an `adapter_config.json`."""
+
+    rank: int
+    scale: float
+    """Factor of the product of A and B."""
+    targets: list[str] | None
+    """None for a regular expression."""
+
+
+_READ = frozenset(
+    {
+        *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights", "bias"),
+        *("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode"),
+        # They act in training only, or are values of options that other keys switch on.
+        *("lora_dropout", "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+    }
+)
+"""Keys of `adapter_config.json` that are checked one by one, or that do not change the function."""
+
+
+def _read_settings(folder: Path) -> _Settings:
+    if not (folder / CONFIG).is_file():
+        raise AdapterFormatError(
+            f"lora.adapter is {str(folder)!r}, which has no {CONFIG}; name a folder that PEFT or `python -m "
+            "marin_rl.export --adapter true` wrote"
+        )
+    name = f"{CONFIG} of the adapter in {str(folder)!r}"
+    try:
+        check_descriptions(folder)
+        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{name} cannot be read: {first_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise AdapterFormatError(f"{name} is not a JSON object; use the file that PEFT wrote")
+    rank: Any = raw.get("r")
+    alpha: Any = raw.get("lora_alpha")
+    targets: Any = raw.get("target_modules")
+    is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    valid = {
+        "peft_type": (raw.get("peft_type") == "LORA", "'LORA'"),
+        "task_type": (raw.get("task_type") in (None, "CAUSAL_LM"), "'CAUSAL_LM'"),
+        "r": (type(rank) is int and 0 < rank < 2**31, "a positive integer"),
+        "lora_alpha": (type(alpha) in (int, float) and 0 < alpha < 1e30, "a positive number"),
+        "target_modules": (is_list or isinstance(targets, str), "a list of names, or a text"),
+        "use_rslora": (raw.get("use_rslora") in (None, True, False), "true or false"),
+    }
+    if wrong := [
+        f"{key} is {raw.get(key)!r:.80}, not {kind}" for key, (is_valid, kind) in valid.items() if not is_valid
+    ]:
+        raise AdapterFormatError(f"{name} describes no adapter that can be loaded: {'; '.join(wrong)}")
+    supported = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
+    other = {key: value for key, value in raw.items() if key not in _READ and value}
+    other |= {key: raw[key] for key, values in supported.items() if key in raw and raw[key] not in values}
+    if other:
+        settings = ", ".join(f"{key} {json.dumps(value):.80}" for key, value in sorted(other.items()))
+        raise AdapterFormatError(
+            f"{name} has settings that are not supported: {settings}; merge it into its base with PEFT's "
+            "merge_and_unload, and use the result as initialize_from"
+        )
+    # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root.
+    scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+    return _Settings(rank, scale, targets if is_list else None)
+
+
+def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of the tensors of an adapter."""
+    path, shapes = folder / WEIGHTS, {}
+    if not path.is_file() and (folder / _PICKLE).exists():
+        raise AdapterFormatError(
+            f"the adapter in {str(folder)!r} is in {_PICKLE}, PyTorch's pickle format, which is not read; load it with "
+            "PEFT and write it with save_pretrained(NEW_FOLDER)"
+        )
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("there is no such file")
+        if is_lfs_pointer(path):
+            raise ValueError(LFS_PROBLEM)
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                header = file.get_slice(name)
+                if header.get_dtype() not in WEIGHT_TYPES:
+                    raise ValueError(f"{name} is of type {header.get_dtype()}, not of {', '.join(WEIGHT_TYPES)}")
+                shapes[name] = tuple(header.get_shape())
+        if not shapes:
+            raise ValueError("it has no tensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AdapterFormatError(
+            f"{WEIGHTS} of the adapter in {str(folder)!r} is missing or damaged: {first_line(error)}"
+        ) from error
+    return shapes
