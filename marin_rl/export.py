@@ -4,9 +4,10 @@
 """Export a checkpoint in Hugging Face format: `python -m marin_rl.export --run runs/rloo --output weights`."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.learner.config import ExportConfig
@@ -18,6 +19,9 @@ from marin_rl.utils.storage import file_sizes, storage_path
 
 if TYPE_CHECKING:
     from marin_rl.runs.saved_checkpoint import Checkpoint
+
+
+FLAGS = {"adapter": "Write the adapter of a run with lora alone, in the format of PEFT, instead of the whole model."}
 
 
 class OutputExistsError(UserError):
@@ -41,11 +45,12 @@ class ExportRunConfig:
         check_paths(self)
 
 
-def run_export(config: ExportRunConfig) -> int:
+def run_export(config: ExportRunConfig, *, adapter: bool = False) -> int:
     """Export a checkpoint, on any machine.
 
     Args:
         config: run, checkpoint and output.
+        adapter: whether to write the adapter alone, in the format of PEFT; otherwise a whole model is written.
 
     Returns:
         The step of the checkpoint.
@@ -53,6 +58,7 @@ def run_export(config: ExportRunConfig) -> int:
     Raises:
         RunDirectoryError: if the run does not exist, or the output cannot be written.
         OutputExistsError: if the output exists.
+        UserError: if an adapter is asked for, and the run has none.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
     output = storage_path(config.output, "output")
@@ -62,24 +68,44 @@ def run_export(config: ExportRunConfig) -> int:
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.config.base_config import critic_of
     from marin_rl.config.input_files import digest_inputs
-    from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, WeightParts
+    from marin_rl.learner.hf_export import DeviceWeights, SavedWeights
+    from marin_rl.learner.policy_model import save_adapter_folder
     from marin_rl.learner.policy_spec import PolicySpec
-    from marin_rl.training.earlier_run import export_folder, load_run, open_parts, restore_checkpoint
+    from marin_rl.learner.starting_weights import hf_location
+    from marin_rl.training.earlier_run import (
+        export_folder,
+        load_run,
+        open_parts,
+        replace_export,
+        restore_checkpoint,
+    )
 
     run, checkpoints = load_run(config.run, config.step)
     model, dtype = run.model, (config.export or run.export).numeric_dtype
     assert model is not None
+    if adapter and run.lora is None:
+        raise UserError(f"--adapter: the run {config.run!r} trains no adapter (lora is null); leave it out")
 
-    def restore(checkpoint: "Checkpoint") -> WeightParts:
-        if run.lora is not None:
-            parts = open_parts(run)
+    def restore(checkpoint: "Checkpoint") -> Any:
+        if run.lora is None:
+            spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, critic_of(run))
+            return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
+        parts = open_parts(run)
+        if not adapter:
             return DeviceWeights(parts.restore_policy(checkpoint), parts.trainer, dtype)
-        spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, critic_of(run))
-        return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
+        spec = parts.saved_spec(checkpoint)
+        trained: Any = spec.restore_policy(checkpoint)
+        return functools.partial(
+            save_adapter_folder, spec.policy, trained, hf_location(str(run.initialize_from)), dtype
+        )
 
-    step, weights = restore_checkpoint(checkpoints, config.step, digest_inputs(run, ("tokenizer",)), restore)
+    step, restored = restore_checkpoint(checkpoints, config.step, digest_inputs(run, ("tokenizer",)), restore)
+    tokenizer = run.tokenizer.build()
     with writing(output, "output"):
-        export_folder(weights, run.tokenizer.build(), output, step, run.stop_texts)
+        if adapter:
+            replace_export(output, step, functools.partial(restored, tokenizer))
+        else:
+            export_folder(restored, tokenizer, output, step, run.stop_texts)
     return step
 
 
@@ -96,12 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    config = parse_config(ExportRunConfig, arguments).config
+    parsed = parse_config(ExportRunConfig, arguments, FLAGS)
+    config = parsed.config
     import jax
 
     # Also on a machine whose accelerators are in use.
     jax.config.update("jax_platforms", "cpu")
-    step = run_export(config)
+    step = run_export(config, adapter="adapter" in parsed.flags)
     print(f"step {step} of {escape_line(config.run)} is exported to {escape_line(config.output)}")
     return 0
 

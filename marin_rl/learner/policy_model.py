@@ -28,6 +28,8 @@ from marin_rl.models.conversion import check_same_function, levanter_config, to_
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_rope import write_rope
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors, split_experts
+from marin_rl.models.lora import Adapter
+from marin_rl.models.peft_format import save_peft_adapter
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.hf_folder import save_tokenizer
 from marin_rl.utils import multihost
@@ -202,6 +204,15 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path,
             stop_texts = {"stop_strings": list(stop)} if stop else {}
             positions = max_positions(model.config)
             GenerationConfig(**special_tokens, **stop_texts, max_length=positions).save_pretrained(folder)
+
+
+def save_adapter_folder(
+    base: LmHeadModel, adapter: Adapter, base_name: str, dtype: DTypeLike | None, tokenizer: ChatTokenizer, folder: Path
+) -> None:
+    """Write an adapter in the format of PEFT, with its tokenizer and chat template; see `save_peft_adapter`."""
+    with _system_errors(folder):
+        save_tokenizer(tokenizer.tokenizer, folder)
+        save_peft_adapter(base, adapter, folder, base_name, dtype)
 
 
 @contextlib.contextmanager

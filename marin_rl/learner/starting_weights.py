@@ -89,7 +89,7 @@ def tokenizer_of(source: str, key: str = "initialize_from") -> str:
     Raises:
         TokenizerLoadError: if they have no tokenizer.
     """
-    location = _hf_location(source, key)
+    location = hf_location(source, key)
     if is_hub_name(location, key):
         return location
     folder = storage_path(location, key)
@@ -122,7 +122,7 @@ def hf_folder(source: str, key: str = "initialize_from") -> str:
         ValueError: if `source` is the directory of an unfinished run.
         OSError: if a folder in an object store does not exist or cannot be copied.
     """
-    location = _hf_location(source, key)
+    location = hf_location(source, key)
     folder = storage_path(location, key)
     if not isinstance(folder, RemotePath):
         return location if is_hub_name(location, key) else str(folder)
@@ -131,7 +131,8 @@ def hf_folder(source: str, key: str = "initialize_from") -> str:
     return str(copy)
 
 
-def _hf_location(source: str, key: str) -> str:
+def hf_location(source: str, key: str = "initialize_from") -> str:
+    """Return the location of weights as `hf_folder`, without a copy of a folder in an object store."""
     folder = storage_path(source, key)
     # Some checkpoints in Hugging Face format have a training config.yaml next to config.json.
     if not (folder / "config.yaml").exists() or (folder / "config.json").exists():

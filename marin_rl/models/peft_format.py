@@ -8,18 +8,19 @@ and `base_model.model.q.lora_B.weight`, `[outputs, rank]`. PEFT adds `lora_alpha
 """
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax.nn import Linear
+from jax.typing import DTypeLike
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,8 @@ from marin_rl.models.lora import RANK, Adapter, LoraLinear, with_adapter
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.hub import LFS_PROBLEM, is_lfs_pointer
-from marin_rl.utils.storage import check_descriptions
+from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.storage import check_descriptions, local_copy, storage_path, user_cache
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -55,41 +57,29 @@ def to_peft_tensors(base: LmHeadModel, adapter: Adapter) -> dict[str, jax.Array]
         adapter: its adapter.
     """
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _NOT_ADAPTED), base)
-    model = with_adapter(zeros, adapter)
-    return {
-        f"{_PREFIX}{_hf_module(base, name)}.lora_{letter}.weight": tensor
-        for letter, matrix in (("A", _a), ("B", _b))
-        for name, tensor in to_tensors(_replace(model, matrix)).items()
-        if tensor.dtype != _NOT_ADAPTED
-    }
+    model, tensors = with_adapter(zeros, adapter), {}
+    for letter in ("A", "B"):
+        replaced = jax.tree.map(
+            functools.partial(_replace, letter), model, is_leaf=lambda node: isinstance(node, LoraLinear)
+        )
+        for name, tensor in to_tensors(replaced).items():
+            if tensor.dtype != _NOT_ADAPTED:
+                tensors[f"{_PREFIX}{_hf_module(base, name)}.lora_{letter}.weight"] = tensor
+    return tensors
 
 
-def _replace(model: LmHeadModel, matrix: Callable[[LoraLinear], Linear]) -> LmHeadModel:
-    def replace(node: Any) -> Any:
-        return matrix(node) if isinstance(node, LoraLinear) else node
-
-    return jax.tree.map(replace, model, is_leaf=lambda node: isinstance(node, LoraLinear))
-
-
-def _a(layer: LoraLinear) -> Linear:
-    a = layer.low_rank.a
-    return dataclasses.replace(layer.linear, weight=a, bias=None, Out=a.resolve_axis(RANK))
-
-
-def _b(layer: LoraLinear) -> Linear:
-    b = layer.low_rank.b
-    return dataclasses.replace(layer.linear, weight=b, bias=None, In=b.resolve_axis(RANK))
-
-
-def _from_peft_tensors(base: LmHeadModel, like: Adapter, tensors: Mapping[str, jax.Array]) -> Adapter:
-    """Invert `to_peft_tensors`, which permutes numbers: the inverse of a permutation is its transpose."""
-    arrays, constants = eqx.partition(like, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    transpose = jax.linear_transpose(lambda arrays: to_peft_tensors(base, eqx.combine(arrays, constants)), arrays)
-    return eqx.combine(transpose(dict(tensors))[0], constants)
+def _replace(letter: str, node: Any) -> Any:
+    """Return A or B of an adapted layer as a layer of its own; other nodes as they are."""
+    if not isinstance(node, LoraLinear):
+        return node
+    a, b = node.low_rank.a, node.low_rank.b
+    if letter == "A":
+        return dataclasses.replace(node.linear, bias=None, weight=a, Out=a.resolve_axis(RANK))
+    return dataclasses.replace(node.linear, bias=None, weight=b, In=b.resolve_axis(RANK))
 
 
 def save_peft_adapter(
-    base: LmHeadModel, adapter: Adapter, folder: Path, base_name: str, dtype: jnp.dtype | None = None
+    base: LmHeadModel, adapter: Adapter, folder: Path, base_name: str, dtype: DTypeLike | None = None
 ) -> None:
     """Write an adapter in the format of PEFT.
 
@@ -157,11 +147,11 @@ def _is_match(module: str, target: str) -> bool:
     return f".{module}".endswith(f".{target}")
 
 
-def load_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter, trainer: AbstractTrainerConfig) -> Adapter:
+def load_peft_adapter(source: str, base: LmHeadModel, like: Adapter, trainer: AbstractTrainerConfig) -> Adapter:
     """Load an adapter.
 
     Args:
-        folder: folder in the format of PEFT.
+        source: as for `check_peft_adapter`, like `base` and `like`.
         base: shapes of the model that it adapts.
         like: shapes of the adapter, and its scale.
         trainer: mesh and axis mapping of its arrays.
@@ -169,7 +159,7 @@ def load_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter, trainer: A
     Raises:
         AdapterFormatError: as `check_peft_adapter`, or if a number is not finite.
     """
-    check_peft_adapter(folder, base, like)
+    folder = check_peft_adapter(source, base, like)
     dtype = jax.tree.leaves(like)[0].dtype
     tensors: dict[str, np.ndarray] = {}
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
@@ -180,29 +170,34 @@ def load_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter, trainer: A
                     f"the adapter in {str(folder)!r} has numbers that are not finite in {name}; the run that wrote it "
                     "diverged, use an earlier checkpoint of it"
                 )
+    # The conversion permutes numbers, and the inverse of a permutation is its transpose.
+    invert = jax.linear_transpose(functools.partial(to_peft_tensors, base), like)
     with trainer.use_device_mesh():
-        mapping = trainer.parameter_axis_mapping
-        return hax.named_jit(lambda tensors: _from_peft_tensors(base, like, tensors), axis_resources=mapping)(tensors)
+        return hax.named_jit(lambda tensors: invert(tensors)[0], axis_resources=trainer.parameter_axis_mapping)(tensors)
 
 
-def check_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter) -> None:
+def check_peft_adapter(source: str, base: LmHeadModel, like: Adapter) -> Path:
     """Check that an adapter can be loaded; reads only its config and the header of its weights.
 
     Args:
-        folder: folder in the format of PEFT.
+        source: folder in the format of PEFT; one in an object store is copied into the cache folder of the user.
         base: shapes of the model that it adapts.
         like: shapes of the adapter, and its scale.
+
+    Returns:
+        The local folder.
 
     Raises:
         AdapterFormatError: if the folder has no adapter in this format, its files are damaged, or it has settings or
             tensors that `like` does not have.
     """
-    settings = _read_settings(folder)
-    if settings.rank != _rank(like) or not math.isclose(settings.scale, like.scale):
+    path = storage_path(source, "lora.adapter")
+    folder = local_copy(path, user_cache("weights")) if isinstance(path, RemotePath) else path
+    rank, scale, targets = _read_settings(folder)
+    if rank != _rank(like) or not math.isclose(scale, like.scale):
         raise AdapterFormatError(
-            f"the adapter in {str(folder)!r} has rank {settings.rank} and factor {settings.scale:g}, but lora.rank is "
-            f"{_rank(like)} and lora.alpha / lora.rank is {like.scale:g}; set lora.rank: {settings.rank} and "
-            f"lora.alpha: {settings.scale * settings.rank}"
+            f"the adapter in {str(folder)!r} has rank {rank} and factor {scale:g}, but lora.rank is {_rank(like)} and "
+            f"lora.alpha / lora.rank is {like.scale:g}; set lora.rank: {rank} and lora.alpha: {scale * rank}"
         )
     found = _read_shapes(folder)
     if copies := [name for name in found if ".base_layer." in name]:
@@ -211,10 +206,10 @@ def check_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter) -> None:
             "save_pretrained(NEW_FOLDER, save_embedding_layers=False)"
         )
     expected = {name: tensor.shape for name, tensor in eqx.filter_eval_shape(to_peft_tensors, base, like).items()}
-    modules, targets = {_module(name) for name in found}, settings.targets
+    modules = adapted = {_module(name) for name in found}
     if targets is not None:
         of_base = {_hf_module(base, name) for name in tensor_shapes(base)}
-        targets = {module for module in of_base if any(_is_match(module, target) for target in targets)}
+        adapted = {module for module in of_base if any(_is_match(module, target) for target in targets)}
     problems = {
         "the files lack": expected.keys() - found.keys(),
         "lora.targets or the model lack": found.keys() - expected.keys(),
@@ -223,7 +218,7 @@ def check_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter) -> None:
             for name in found.keys() & expected.keys()
             if found[name] != expected[name]
         },
-        f"target_modules in {CONFIG} differs from the tensors in": set() if targets is None else targets ^ modules,
+        f"target_modules in {CONFIG} differs from the tensors in": adapted ^ modules,
     }
     if any(problems.values()):
         texts = [f"{problem} {listing(sorted(names))}" for problem, names in problems.items() if names]
@@ -231,16 +226,7 @@ def check_peft_adapter(folder: Path, base: LmHeadModel, like: Adapter) -> None:
             f"the adapter in {str(folder)!r} does not fit initialize_from and lora.targets: {'; '.join(texts)}; use "
             f"the model that it was trained for, and lora.targets: [{', '.join(_targets(base, found))}]"
         )
-
-
-class _Settings(NamedTuple):
-    """Values of an `adapter_config.json`."""
-
-    rank: int
-    scale: float
-    """Factor of the product of A and B."""
-    targets: list[str] | None
-    """None for a regular expression."""
+    return folder
 
 
 _READ = frozenset(
@@ -255,11 +241,12 @@ _READ = frozenset(
 """Keys of `adapter_config.json` that are checked one by one, or that do not change the function."""
 
 
-def _read_settings(folder: Path) -> _Settings:
+def _read_settings(folder: Path) -> tuple[int, float, list[str] | None]:
+    """Return rank, factor of the product, and targets; None for those of a regular expression."""
     if not (folder / CONFIG).is_file():
         raise AdapterFormatError(
             f"lora.adapter is {str(folder)!r}, which has no {CONFIG}; name a folder that PEFT or `python -m "
-            "marin_rl.export --adapter true` wrote"
+            "marin_rl.export --adapter` wrote"
         )
     name = f"{CONFIG} of the adapter in {str(folder)!r}"
     try:
@@ -269,9 +256,7 @@ def _read_settings(folder: Path) -> _Settings:
         raise AdapterFormatError(f"{name} cannot be read: {first_line(error)}") from error
     if not isinstance(raw, dict):
         raise AdapterFormatError(f"{name} is not a JSON object; use the file that PEFT wrote")
-    rank: Any = raw.get("r")
-    alpha: Any = raw.get("lora_alpha")
-    targets: Any = raw.get("target_modules")
+    rank, alpha, targets = cast(Any, map(raw.get, ("r", "lora_alpha", "target_modules")))
     is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     valid = {
         "peft_type": (raw.get("peft_type") == "LORA", "'LORA'"),
@@ -296,7 +281,7 @@ def _read_settings(folder: Path) -> _Settings:
         )
     # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root.
     scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
-    return _Settings(rank, scale, targets if is_list else None)
+    return rank, scale, targets if is_list else None
 
 
 def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -140,6 +140,7 @@ def dry_run(
             if vocab_size is None:
                 weights = config.initialize_from, config.model
                 vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
+                found.attempt(parts.check_adapter, vocab_size or tokenizer.vocab_size)
             found.attempt(parts.check_sampler, vocab_size or tokenizer.vocab_size)
         if None not in (tokenizer, environment, config.model) and (reference := found.attempt(check_reference, parts)):
             found.line("reference model", reference)

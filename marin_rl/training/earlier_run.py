@@ -34,6 +34,7 @@ from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
 from marin_rl.model_parts import LOGPROB_BLOCK_SIZE, AbstractModelParts
 from marin_rl.models.lora import merge_adapter
+from marin_rl.models.peft_format import CONFIG as PEFT_CONFIG
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
@@ -58,6 +59,8 @@ T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
 
 _DEFAULT_CONTEXT = 4096
+MARKERS = ("config.json", PEFT_CONFIG)
+"""Files that are written last, so that an export in an object store is complete if it has one."""
 
 
 def read_config(directory: RunDirectory) -> AbstractRunConfig:
@@ -204,11 +207,16 @@ def export_folder(
     Raises:
         OSError: if it cannot be written.
     """
+    replace_export(output, step, lambda folder: save_hf_folder(weights, tokenizer, folder, stop))
+
+
+def replace_export(output: StoragePath, step: int, save: Callable[[Path], None]) -> None:
+    """Replace an export by what `save` writes to a folder; arguments and errors are those of `export_folder`."""
     with tempfile.TemporaryDirectory() as temporary:
         partial = output.with_name(f".{output.name}.partial") if isinstance(output, Path) else Path(temporary)
         if multihost.is_main():
             shutil.rmtree(partial, ignore_errors=True)
-        save_hf_folder(weights, tokenizer, partial, stop)
+        save(partial)
         multihost.on_main(lambda: _publish(output, partial, step))
 
 
@@ -217,7 +225,7 @@ def _publish(output: StoragePath, partial: Path, step: int) -> None:
     if isinstance(output, Path):
         replace_folder(output, partial)
     else:
-        upload_folder(output, partial, marker="config.json")
+        upload_folder(output, partial, next(name for name in MARKERS if (partial / name).exists()))
 
 
 class Policy(NamedTuple):

@@ -118,7 +118,7 @@ def test_export_and_import_are_exact(name: str, tiny, trainer, tmp_path: Path) -
     targets = tuple(target for target in targets_of(name) if (name, target) != ("llama", "lm_head"))
     adapter = random_adapter(base, targets)
     save_peft_adapter(base, adapter, tmp_path, "BASE")
-    found = load_peft_adapter(tmp_path, base, shapes_of(adapter), trainer)
+    found = load_peft_adapter(str(tmp_path), base, shapes_of(adapter), trainer)
     assert jax.tree.structure(found) == jax.tree.structure(adapter)
     tiny.assert_same_bits(found, adapter)
 
@@ -207,7 +207,7 @@ def test_an_adapter_of_peft_computes_the_same(
         rank=4,
         alpha=5 * (2 if "use_rslora" in options else 1),
     )
-    adapter = load_peft_adapter(tmp_path / "adapter", shapes_of(base), like, trainer)
+    adapter = load_peft_adapter(str(tmp_path / "adapter"), shapes_of(base), like, trainer)
     found = differentiate(base, adapter)[0]
     assert np.abs(found - record(case)["logprobs"]).max() > 0.1
     np.testing.assert_allclose(found, peft_outputs(tmp_path / "base", tmp_path / "adapter")[0], rtol=0, atol=1e-5)
@@ -374,10 +374,10 @@ def test_a_bad_folder_is_one_sentence(kind: str, good_adapter, bad_base, trainer
     for file in good_adapter.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     like = adapter_shape(bad_base, BAD_TARGETS)
-    check_peft_adapter(tmp_path, bad_base, like)
+    check_peft_adapter(str(tmp_path), bad_base, like)
     change(tmp_path)
     with pytest.raises(AdapterFormatError, match=message) as caught:
-        load_peft_adapter(tmp_path, bad_base, like, trainer)
+        load_peft_adapter(str(tmp_path), bad_base, like, trainer)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert str(tmp_path) in str(caught.value)
@@ -395,14 +395,14 @@ def test_a_bad_folder_is_one_sentence(kind: str, good_adapter, bad_base, trainer
 def test_an_adapter_of_another_model_is_refused(base: str, targets, message: str, good_adapter) -> None:
     shapes = shapes_of(random_model(FAMILIES[base]))
     with pytest.raises(AdapterFormatError, match=re.compile(message)):
-        check_peft_adapter(good_adapter, shapes, adapter_shape(shapes, targets))
+        check_peft_adapter(str(good_adapter), shapes, adapter_shape(shapes, targets))
 
 
 def test_other_numbers_of_layers_are_refused(good_adapter) -> None:
     config = FAMILIES["qwen3"]
     shapes = shapes_of(random_model(dataclasses.replace(config, num_layers=3)))
     with pytest.raises(AdapterFormatError, match=r"the files lack base_model.model.model.layers.2"):
-        check_peft_adapter(good_adapter, shapes, adapter_shape(shapes, BAD_TARGETS))
+        check_peft_adapter(str(good_adapter), shapes, adapter_shape(shapes, BAD_TARGETS))
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_the_type_of_the_tensors_is_an_option(dtype, bad_base, trainer, tmp_path
     adapter = random_adapter(bad_base, BAD_TARGETS)
     save_peft_adapter(bad_base, adapter, tmp_path, "BASE", jnp.dtype(dtype))
     assert {array.dtype for array in load_file(tmp_path / WEIGHTS).values()} == {jnp.dtype(dtype)}
-    found = load_peft_adapter(tmp_path, bad_base, shapes_of(adapter), trainer)
+    found = load_peft_adapter(str(tmp_path), bad_base, shapes_of(adapter), trainer)
     for array, given in zip(jax.tree.leaves(found), jax.tree.leaves(adapter), strict=True):
         assert array.dtype == jnp.float32
         np.testing.assert_array_equal(array, given.astype(dtype).astype(jnp.float32))
