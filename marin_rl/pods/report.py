@@ -32,6 +32,7 @@ def _head(plan: Plan) -> str:
     if plan.adapter is not None:
         share = f"{plan.adapter / plan.parameters:.2%}"
         lines["trained"] = f"an adapter of {_parameters(plan.adapter)} parameters, {share} of the model's"
+        lines["targets"] = ", ".join(plan.targets)
     lines["step"] = (
         f"{step.groups:,} prompts x {step.rollouts // step.groups} = {step.rollouts:,} rollouts of "
         f"{step.prompt_tokens:,} + {step.answer_tokens:,} tokens"
@@ -126,7 +127,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "chips": plan.topology.num_chips,
         "mesh": dict(plan.mesh),
         "parameters": plan.parameters,
-        "adapter_parameters": plan.adapter,
+        "adapter": {"parameters": plan.adapter, "targets": list(plan.targets)} if plan.adapter is not None else None,
         "layers": plan.layers,
         "microbatch": {"rows_per_device": plan.rows, "row_length": plan.row_length},
         "step": plan.step._asdict(),

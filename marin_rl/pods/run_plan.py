@@ -76,6 +76,8 @@ class Plan:
     """Number of parameters of the policy."""
     adapter: int | None
     """Number of parameters of the adapter that is trained; None if the policy is."""
+    targets: tuple[str, ...]
+    """Modules that the adapter changes."""
     layers: int
     """Number of layers."""
     rows: int
@@ -167,6 +169,7 @@ def make_plan(
         mesh=mesh,
         parameters=parameters,
         adapter=None if config.lora is None else run.spec.num_trained,
+        targets=() if config.lora is None else config.lora.targets,
         layers=run.num_layers,
         rows=rows,
         row_length=run.layout.row_length,

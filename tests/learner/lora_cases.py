@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from marin_rl.learner.base_weights import fingerprint
 from marin_rl.learner.config import LoraConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_spec import PolicySpec
@@ -40,7 +41,8 @@ def first_updates(precision: str) -> dict[str, np.ndarray]:
     example = tiny.make_example(tiny.MESH_ROWS)
     example = dataclasses.replace(example, advantages=example.loss_mask.astype(np.float32))
     state = learner.initial_state(spec.new_adapter(jax.random.PRNGKey(0)), jax.random.PRNGKey(1))
-    found = {f"0{name}": array for name, array in tiny.arrays_by_path(state.model).items()}
+    found = {"base": np.asarray(fingerprint(tiny.make_model(trainer), trainer))}
+    found |= {f"0{name}": array for name, array in tiny.arrays_by_path(state.model).items()}
     for step in range(1, STEPS + 1):
         state, metrics = learner.step(state, [example])
         found[f"{step} loss"] = np.asarray(float(metrics["loss/total"]))

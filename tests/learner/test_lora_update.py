@@ -21,8 +21,11 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import AdamConfig
 from levanter.tracker import NoopTracker, current_tracker
 
+from marin_rl.batching.packing import RowLayout
 from marin_rl.learner.config import LoraConfig
+from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.models.lora import Adapter, adapted_modules, merge_adapter, with_adapter
 from marin_rl.utils.levanter_line import seq_len
@@ -71,6 +74,19 @@ def test_gradients_are_those_of_the_merged_weights_times_a_and_b(tiny: ModuleTyp
             gradient = found[f".layers['{path}'].{name}[<flat index 0>]"]
             assert np.abs(gradient).max() > 1e-3, path
             np.testing.assert_allclose(gradient, array.array, atol=2e-6, rtol=1e-4, err_msg=f"{path} {name}")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_scores_of_a_new_adapter_are_those_of_the_base_bit_for_bit(tiny: ModuleType, precision: str) -> None:
+    trainer = tiny.make_trainer(4, policy=precision)
+    base = trainer.mp.cast_to_compute(tiny.make_model(trainer))
+    adapter = PolicySpec(tiny.LLAMA, tiny.VOCAB, trainer, lora=LORA).new_adapter(jax.random.PRNGKey(0))
+    scorer = Scorer(trainer, RowLayout(12, 4, packed=False), pad_token_id=0, temperature=0.8, block_size=16)
+    rollouts = tiny.one_sequence(np.random.default_rng(0).integers(0, tiny.VOCAB, 12).tolist(), 3)
+    expected, found = scorer.score(base, rollouts), scorer.score(assemble(adapter, base), rollouts)
+    assert np.count_nonzero(expected.logprobs) == 9
+    assert found.logprobs.tobytes() == expected.logprobs.tobytes()
 
 
 @pytest.mark.medium
@@ -170,6 +186,8 @@ def test_8_data_shards_move_the_adapter_as_one_device_does(
     """The first gradient of A is exactly 0, which Adam must not turn into steps along rounding errors."""
     shards, one = on_8_devices[precision], first_updates(precision)
     assert shards.keys() == one.keys()
+    # The fingerprint of the base does not depend on its sharding.
+    assert str(shards["base"]) == str(one["base"])
     losses = [[float(found[f"{step} loss"]) for step in range(1, STEPS + 1)] for found in (shards, one)]
     np.testing.assert_allclose(*losses, rtol=1e-5 if precision == PRECISIONS[0] else 1e-3)
     assert losses[1][-1] < losses[1][0] - 0.001

@@ -48,6 +48,7 @@ def make_plan(*programs: PlannedProgram, **changes: Any) -> Plan:
         "mesh": {"replica": 1, "data": 16, "model": 1},
         "parameters": 8_030_000_000,
         "adapter": None,
+        "targets": (),
         "layers": 32,
         "rows": 1,
         "row_length": 8192,

@@ -33,6 +33,15 @@ def test_report_of_a_run_that_fits():
     assert plan.fits
 
 
+def test_an_adapter_is_described_with_its_share_and_targets():
+    assert "trained" not in describe(make_plan(planned("update")))
+    assert to_json(make_plan(planned("update")))["adapter"] is None
+    plan = make_plan(planned("update"), adapter=42_000_000, targets=("q_proj", "v_proj"))
+    text = describe(plan)
+    assert "\ntrained       an adapter of 42M parameters, 0.52% of the model's\ntargets       q_proj, v_proj\n" in text
+    assert to_json(plan)["adapter"] == {"parameters": 42_000_000, "targets": ["q_proj", "v_proj"]}
+
+
 def test_workers_keep_up_with_the_trainer():
     plan = make_plan(planned("update"), planned("decode", "worker"), **WORKERS)
     assert plan.workers == 3

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.weights.publish import WeightSender
+from marin_rl.distributed.worker import WorkerPolicy
+from marin_rl.learner.base_weights import OtherBaseError
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.replay import replay_step
 from tests.distributed.thread_workers import thread_workers
@@ -150,6 +153,14 @@ def test_a_changed_base_is_refused(finished_run: TinyRun, lora_run: TinyRun, tmp
         assert f"initialize_from {str(tmp_path / 'base')!r} has other weights" in message
         assert "start another run with --run_dir NEW" in message
     assert outcome_files(run) == before
+
+
+def test_a_worker_with_another_base_ends_with_an_error(lora_run: TinyRun) -> None:
+    config, announced = config_of(lora_run), lambda: Announcement(0, ())
+    saved = manifest(lora_run, 0)["progress"]
+    WorkerPolicy(config, saved["vocab_size"], saved["base"], "secret", announced).close()
+    with pytest.raises(OtherBaseError, match=r"has other weights \(fingerprint .* was trained \(0000"):
+        WorkerPolicy(config, saved["vocab_size"], "0" * 64, "secret", announced)
 
 
 def outcome_files(run: TinyRun) -> list[str]:
