@@ -64,6 +64,11 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     folder = check_source(checkpoint, "initialize_from")
     if folder is not None:
         if not (folder / "config.json").is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise PolicyModelError(
+                    f"{checkpoint!r} is an adapter without its base; set lora.adapter to it, and initialize_from to "
+                    "its base"
+                )
             raise PolicyModelError(
                 f"no model in Hugging Face format at {checkpoint!r}: it has no config.json; name a folder with "
                 "config.json and safetensors files, a hub name or a finished run"

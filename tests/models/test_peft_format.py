@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.policy_model import load_hf_policy, save_hf_policy
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.lora import Adapter, init_adapter, merge_adapter, with_adapter
 from marin_rl.models.peft_format import (
     CONFIG,
@@ -396,6 +397,11 @@ def test_an_adapter_of_another_model_is_refused(base: str, targets, message: str
     shapes = shapes_of(random_model(FAMILIES[base]))
     with pytest.raises(AdapterFormatError, match=re.compile(message)):
         check_peft_adapter(str(good_adapter), shapes, adapter_shape(shapes, targets))
+
+
+def test_an_adapter_is_not_taken_for_a_model(good_adapter) -> None:
+    with pytest.raises(PolicyModelError, match=r"is an adapter without its base; set lora.adapter to it, and init"):
+        read_hf_config(str(good_adapter))
 
 
 def test_other_numbers_of_layers_are_refused(good_adapter) -> None:
