@@ -27,7 +27,7 @@ from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.lora import Adapter
-from marin_rl.models.peft_format import check_peft_adapter, load_peft_adapter
+from marin_rl.models.peft_format import load_peft_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
@@ -226,12 +226,6 @@ class AbstractModelParts(abc.ABC):
         if lora is not None and lora.adapter is not None:
             return load_peft_adapter(lora.adapter, spec.policy, cast(Adapter, spec.trained_policy), self.trainer)
         return spec.new_adapter(jax.random.PRNGKey(derive_seed(self.config.seed, "adapter") % 2**32))
-
-    def check_adapter(self, vocab_size: int) -> None:
-        """Check the files of `lora.adapter` without a device; raises like `first_policy`."""
-        spec, lora = self.policy_spec(vocab_size), self.config.lora
-        if lora is not None and lora.adapter is not None:
-            check_peft_adapter(lora.adapter, spec.policy, cast(Adapter, spec.trained_policy))
 
     def _load_policy(self, model: LmConfig, dtype: DTypeLike | None) -> LmHeadModel:
         config = self.config

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import haliax as hax
@@ -20,6 +20,7 @@ from marin_rl.learner.config import CriticConfig, LoraConfig
 from marin_rl.learner.critic import ActorCritic, with_critic
 from marin_rl.learner.train_step import Learner, placed_shape
 from marin_rl.models.lora import Adapter, init_adapter
+from marin_rl.models.peft_format import check_peft_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils.devices.sharding import check_sharding
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
@@ -108,6 +109,15 @@ class PolicySpec:
         """
         with self.trainer.use_device_mesh():
             return hax.named_jit(self._init_adapter, axis_resources=self.trainer.parameter_axis_mapping)(key)
+
+    def check_adapter(self) -> None:
+        """Check the files of `lora.adapter`, if it is set, without a device.
+
+        Raises:
+            AdapterFormatError: if it cannot be loaded, or does not fit the model or `lora`.
+        """
+        if self.lora is not None and self.lora.adapter is not None:
+            check_peft_adapter(self.lora.adapter, self.policy, cast(Adapter, self.trained_policy))
 
     def attach_critic(self, policy: LmHeadModel | Adapter) -> LmHeadModel | Adapter | ActorCritic:
         """Return the parameters to train: the policy's alone or with a new critic, sharded like the policy.

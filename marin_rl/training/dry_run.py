@@ -140,7 +140,8 @@ def dry_run(
             if vocab_size is None:
                 weights = config.initialize_from, config.model
                 vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
-                found.attempt(parts.check_adapter, vocab_size or tokenizer.vocab_size)
+                if vocab_size is not None:
+                    found.attempt(parts.policy_spec(vocab_size).check_adapter)
             found.attempt(parts.check_sampler, vocab_size or tokenizer.vocab_size)
         if None not in (tokenizer, environment, config.model) and (reference := found.attempt(check_reference, parts)):
             found.line("reference model", reference)
@@ -192,6 +193,7 @@ def dry_run_supervised(
     if vocab_size is not None and config.model is not None:
         spec = PolicySpec(config.model, vocab_size, config.trainer, lora=config.lora)
         found.line("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}")
+        found.attempt(spec.check_adapter)
     found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} rows")
     state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
     if state is not None and not found.problems:
