@@ -11,7 +11,8 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
 from marin_rl.config.reference_config import InitialReferenceConfig, PolicyWeights
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.data.config import DataConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig
 from marin_rl.pods.config import SlicesConfig, TpuConfig
@@ -49,6 +50,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     },
     "RandomRewardConfig": {"environment": ArithmeticConfig()},
     "ReasoningGymConfig": {"task": "chain_sum"},
+    "DataConfig": {"path": "rows.jsonl"},
     "ReloadConfig": {"folder": "weights", "path": "hook.py", "function": "reload"},
     "RewardKlConfig": {"beta": 0.1},
     "ServeConfig": {"run": "run"},
@@ -61,6 +63,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ToolUseConfig": {"questions": ArithmeticConfig()},
     "TpuConfig": {"tpu_name": "pod", "zone": "us-east5-a", "slices": SlicesConfig("v5p-8")},
     "VerifiersConfig": {"taskset": "x"},
+    "SftConfig": {"data": DataConfig("rows.jsonl"), "run_dir": "run", "initialize_from": "model"},
     "TrainConfig": {"environment": ArithmeticConfig(), "run_dir": "run", "initialize_from": "model"},
 }
 """Fields without a default, by class. A new class with such fields, and with an enum or a range, needs an entry."""
@@ -69,7 +72,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    for root in (TrainConfig, EvaluateConfig, ServeConfig, LocalConfig, TpuConfig):
+    for root in (TrainConfig, SftConfig, EvaluateConfig, ServeConfig, LocalConfig, TpuConfig):
         _collect(root, classes)
     return classes
 

@@ -234,6 +234,11 @@ def check_command_line(
         raise HelpShown(0)
     import_types(settings, layers)
     raw = merge_layers(settings, layers)
+    if (kind := RunKind.of(raw)) != command and kind.key in raw and RunKind(command).key not in raw:
+        raise ConfigError(
+            f"this is a config of marin_rl.{kind.value}, because it has {kind.key!r}, but the command takes configs of "
+            f"marin_rl.{command}, which have {RunKind(command).key!r}"
+        )
     try:
         config = decode(settings, raw)
     except ConfigError as error:

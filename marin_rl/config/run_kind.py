@@ -18,10 +18,15 @@ class RunKind(enum.StrEnum):
     SFT = "sft"
     """Supervised fine-tuning; the config has `data`."""
 
+    @property
+    def key(self) -> str:
+        """The key that only configs of this command have."""
+        return {RunKind.TRAIN: "environment", RunKind.SFT: "data"}[self]
+
     @staticmethod
     def of(values: Mapping[str, Any]) -> "RunKind":
         """Return the command of a config from its keys."""
-        return RunKind.SFT if "data" in values else RunKind.TRAIN
+        return next((kind for kind in RunKind if kind.key in values), RunKind.TRAIN)
 
     @staticmethod
     def of_config(config: AbstractRunConfig) -> "RunKind":

@@ -67,6 +67,7 @@ SERVER = (
 
 FILES: dict[str, str | bytes] = {
     "base.yaml": BASE,
+    "sft.yaml": "run_dir: runs/sft\nmodel: {type: llama}\ndata: {path: rows.jsonl}\n",
     "empty.yaml": "# nothing yet\n",
     "no_space.yaml": "seed:1\n",
     "tabs.yaml": "rollouts:\n\tgroup_size: 4\n",
@@ -456,6 +457,19 @@ OTHER_COMMANDS = _by_command(
             "no model": _line("--model no --port 0", "--model is 'no', which is not a folder"),
             "public address": _line("--run run --host 0.0.0.0", "host is '0.0.0.0'", "MARIN_RL_API_KEY"),
         },
+        "sft": {
+            "nothing": _line("", "no config", "--config FILE"),
+            "no data": _line("--run_dir x --model.type llama", "data is missing", "--data"),
+            "config of RL": _line("--config base.yaml", "a config of marin_rl.train", "environment"),
+            "key": _line("--config sft.yaml --batch.sze 4", "unknown key batch.sze", "'size'"),
+            "choice": _line(
+                "--config sft.yaml --batch.long_sequences cut", "batch.long_sequences is 'cut'", "truncate"
+            ),
+            "held out twice": _line(
+                "--config sft.yaml --data '{held_out: 0.1, held_out_path: b}'", "held_out_path 'b' exclude each other"
+            ),
+            "row length": _line("--config sft.yaml --batch '{max_length: 9, row_length: 8}'", "batch.row_length is 8"),
+        },
         "export": {
             "nothing": _line("", "run is missing", "output is missing", lines=2),
             "type": _line("--run run --output x --export.dtype int8", "export.dtype is 'int8'"),
@@ -469,6 +483,7 @@ OTHER_COMMANDS = _by_command(
         "plan": {
             "no topology": _line("--config base.yaml", "--topology"),
             "topology": _line("--config base.yaml --topology v5q-8", "v5q-8"),
+            "supervised": _line("--config sft.yaml --topology cpu:8", "a config of marin_rl.sft", "data"),
         },
         "view": {
             "nothing": _line("", "RUN", "--help"),

@@ -19,7 +19,7 @@ from tests.config_classes import build, config_classes
 
 RANGES = {
     "at least 1": """
-        ArithmeticConfig.digits ConstantConfig.length ContextConfig.max_tokens EvaluationConfig.samples
+        ArithmeticConfig.digits BatchConfig.size ConstantConfig.length ContextConfig.max_tokens EvaluationConfig.samples
         IcepopConfig.high LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
         LocalConfig.num_processes LoraConfig.rank MixturePartConfig.window OpenEnvConfig.max_characters
         OpenEnvConfig.num_tasks ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size
@@ -37,15 +37,15 @@ RANGES = {
         CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high ContextConfig.demonstrations
         EvaluationConfig.every EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high
         LlmJudgeConfig.backoff_seconds LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout
-        LossKlConfig.beta OverlongConfig.buffer PpoClipLossConfig.clip_high ReasoningGymConfig.seed
-        ReplayConfig.max_staleness RetryConfig.give_up_seconds RewardKlConfig.beta RlooSequenceLossConfig.clip_high
-        RolloutStoreConfig.every SandboxConfig.processes TpuConfig.max_restarts TpuConfig.stop_timeout
-        TrainConfig.num_steps WarmStartConfig.max_steps
+        LossEvaluationConfig.every LossKlConfig.beta OverlongConfig.buffer PpoClipLossConfig.clip_high
+        ReasoningGymConfig.seed ReplayConfig.max_staleness RetryConfig.give_up_seconds RewardKlConfig.beta
+        RlooSequenceLossConfig.clip_high RolloutStoreConfig.every SandboxConfig.processes SftConfig.num_steps
+        TpuConfig.max_restarts TpuConfig.stop_timeout TrainConfig.num_steps WarmStartConfig.max_steps
     """,
     "at least 0 and below 1": """
-        ArithmeticConfig.held_out ArithmeticConfig.validation GspoLossConfig.clip_low HuggingFaceConfig.validation
-        JsonlConfig.validation OpenEnvConfig.held_out OpenEnvConfig.validation PolicyReferenceConfig.decay
-        PpoClipLossConfig.clip_low ReasoningGymConfig.held_out ReasoningGymConfig.validation
+        ArithmeticConfig.held_out ArithmeticConfig.validation DataConfig.held_out GspoLossConfig.clip_low
+        HuggingFaceConfig.validation JsonlConfig.validation OpenEnvConfig.held_out OpenEnvConfig.validation
+        PolicyReferenceConfig.decay PpoClipLossConfig.clip_low ReasoningGymConfig.held_out ReasoningGymConfig.validation
         RlooSequenceLossConfig.clip_low TextArenaConfig.held_out TextArenaConfig.validation TextGameConfig.detours
         TextGameConfig.held_out TextGameConfig.validation TextWorldConfig.detours TextWorldConfig.held_out
         TextWorldConfig.validation VerifiersConfig.held_out VerifiersConfig.validation
@@ -55,13 +55,14 @@ RANGES = {
         LlmJudgeConfig.timeout_seconds LoraConfig.alpha MaskMismatchConfig.cap MathVerifyConfig.timeout
         ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout RetryConfig.first_seconds
         RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds
-        ServerReferenceConfig.timeout TisConfig.cap ToolLimits.max_seconds WarmStartConfig.learning_rate
-        WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
+        ServerReferenceConfig.timeout SftConfig.epochs TisConfig.cap ToolLimits.max_seconds
+        WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
-        OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length
-        ServeConfig.max_new_tokens ServeConfig.max_seqs TextArenaConfig.max_steps TextGameConfig.max_steps
-        TextWorldConfig.max_steps TrainConfig.logprob_block_size VerifiersConfig.num_tasks
+        BatchConfig.row_length OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens
+        RolloutConfig.row_length ServeConfig.max_new_tokens ServeConfig.max_seqs SftConfig.logprob_block_size
+        TextArenaConfig.max_steps TextGameConfig.max_steps TextWorldConfig.max_steps TrainConfig.logprob_block_size
+        VerifiersConfig.num_tasks
     """,
     "from 0 to 1": """
         CispoLossConfig.clip_low GaeConfig.gamma GaeConfig.lam GigpoConfig.gamma RandomRewardConfig.probability
@@ -110,7 +111,7 @@ RANGES = {
         SamplingConfig.temperature
     """,
     "at least 2": """
-        ArithmeticConfig.terms
+        ArithmeticConfig.terms BatchConfig.max_length
     """,
     "at least 2, one to fall back to": """
         CheckpointConfig.keep_last

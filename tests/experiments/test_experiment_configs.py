@@ -14,9 +14,10 @@ from experiments.objectives import OBJECTIVES, objective, ppo
 from experiments.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import RandomRewardConfig
-from marin_rl.utils.settings.yaml_text import to_yaml
+from marin_rl.utils.settings.yaml_text import load_yaml, to_yaml
 from tests.cpu_host import cpu_host
 from tests.fork_server import ForkedProcess, popen
 
@@ -29,7 +30,8 @@ def read(name: str) -> TrainConfig:
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_experiment_is_valid_and_has_its_own_run_directory(path):
-    config = read(path.name)
+    kind = RunKind.of(load_yaml(path))
+    config = parse_config(kind.config, ["--config", str(path)]).config
     assert config.run_dir == f"runs/{path.stem}"
 
 

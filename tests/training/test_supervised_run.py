@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from marin_rl import supervised_parts
 from marin_rl.export import ExportRunConfig, run_export
@@ -23,7 +24,18 @@ from marin_rl.sft import main
 from marin_rl.training.earlier_run import load_policy, load_run, require_rl
 from marin_rl.utils.errors import RunDirectoryError
 from tests.fork_server import popen
-from tests.tiny_run import PROBLEMS, TINY, TinyRun, _learner, changed, copy_of, outcome
+from tests.tiny_run import (
+    PROBLEMS,
+    TINY,
+    TinyRun,
+    _learner,
+    changed,
+    copy_of,
+    interrupted_after,
+    outcome,
+    without_timings,
+)
+from tests.training_hosts import hosts, started
 
 NUM_ROWS, SIZE = len(PROBLEMS), 16
 
@@ -130,6 +142,43 @@ def test_served_exported_and_continued(finished: SftRun, tmp_path: Path):
     config, _ = load_run(str(finished.path), None)
     with pytest.raises(RunDirectoryError, match=r"is a run of marin_rl\.sft, which has no environment"):
         require_rl(config, str(finished.path), "it cannot be evaluated on tasks")
+
+
+def test_an_adapter_is_trained_resumed_and_merged(finished: SftRun, tmp_path: Path):
+    settings: dict[str, Any] = {"lora": {"rank": 2}, "initialize_from": str(finished.path), "num_steps": 4}
+    run = make(tmp_path, **settings, checkpoint__every=2)
+    assert run.train() == 0
+    before, after = (record["eval/held_out/loss"] for record in (run.records()[0], run.records()[-1]))
+    # B is 0 at first, so that the first loss is that of the base.
+    assert before == pytest.approx(finished.records()[-1]["eval/held_out/loss"], rel=1e-6)
+    assert after < before
+    resumed = interrupted_after(run, 2, tmp_path / "resumed")
+    assert SftRun(**vars(resumed)).train() == 0
+    for part in ("records", "state", "hf"):
+        assert outcome(resumed)[part] == outcome(run)[part], part
+    base, merged = (load_file(each.path / "hf" / "model.safetensors") for each in (finished, run))
+    changed_weights = {name.split(".")[-2] for name in base if not np.array_equal(base[name], merged[name])}
+    assert changed_weights == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(tmp_path: Path):
+    """Each process packs the batches itself, and feeds its rows."""
+    runs = {}
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        runs[count] = make(folder, num_steps=3, trainer__per_device_parallelism=2)
+    trained = [host for count, run in runs.items() for host in hosts(run, count, devices=4 // count)]
+    processes = [dataclasses.replace(host, program="marin_rl.sft") for host in trained]
+    with started(processes):
+        assert [host.end() for host in processes] == [0, 0, 0], [host.output.read_text() for host in processes]
+    for found, expected in zip(runs[2].records(), runs[1].records(), strict=True):
+        for name, value in without_timings(expected).items():
+            assert found[name] == pytest.approx(value, rel=1e-5), name
+    weights = load_file(runs[2].path / "hf" / "model.safetensors")
+    for name, array in load_file(runs[1].path / "hf" / "model.safetensors").items():
+        np.testing.assert_allclose(weights[name], array, atol=1e-5, err_msg=name)
 
 
 def test_packed_rows_and_microbatches_do_not_change_the_run(finished: SftRun, tmp_path: Path):
