@@ -157,9 +157,14 @@ class AbstractTrainConfig(AbstractRunConfig):
         return self.kl.needs_reference or self.distillation is not None
 
     @property
+    def loads_reference(self) -> bool:
+        """Whether the reference scores the rollouts, or teaches in the updates."""
+        return self.needs_reference or self.kl.needs_teacher
+
+    @property
     def needs_initial_policy(self) -> bool:
         """Whether the weights at the start of RL score the rollouts, or teach in the updates."""
-        return (self.needs_reference or self.kl.needs_teacher) and uses_initial_policy(self.reference)
+        return self.loads_reference and uses_initial_policy(self.reference)
 
     @property
     def num_updates(self) -> int:
@@ -328,8 +333,7 @@ def _check_reference(config: AbstractTrainConfig) -> Iterator[str]:
             f"{ReferenceConfig.get_choice_name(type(reference))!r}; set reference: {{type: checkpoint}} or "
             "{type: initial}, or use distillation: {coefficient: 1.0}, which scores the sampled tokens"
         )
-    is_used = config.needs_reference or config.kl.needs_teacher
-    if not is_used and not isinstance(reference, InitialReferenceConfig):
+    if not config.loads_reference and not isinstance(reference, InitialReferenceConfig):
         yield (
             "reference is set, but nothing uses it; add distillation: {coefficient: 1.0}, or a kl, such as "
             "kl: {type: none, watch: true} to measure the distance"

@@ -26,9 +26,7 @@ from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
-from marin_rl.learner.policy_model import read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.learner.train_step import placed_shape
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.models.lora import Adapter
@@ -40,6 +38,7 @@ from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conver
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
+from marin_rl.training.references import find_teacher
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.utils.levanter_line import shard
 
@@ -100,15 +99,13 @@ class RunShapes:
     @functools.cached_property
     def teacher(self) -> LmHeadModel | None:
         """Shapes and shardings of the teacher of an exact divergence; None without one."""
-        config, trainer = self.config, self.trainer
+        config, policy = self.config, self.parameters
         if not config.kl.needs_teacher:
             return None
-        policy = self.parameters
         if isinstance(config.reference, CheckpointReferenceConfig):
-            folder = hf_folder(config.reference.path, "reference.path")
-            parts = RunParts(dataclasses.replace(config, model=read_hf_architecture(folder)), trainer)
-            policy = self.spec.place(PolicySpec(parts.model, read_hf_config(folder).vocab_size, trainer).policy)
-        return self.place(eqx.filter_eval_shape(trainer.mp.cast_to_compute, policy))
+            own, folder = find_teacher(self.parts, config.reference.path)
+            policy = PolicySpec(own.model, read_hf_config(folder).vocab_size, own.trainer).policy
+        return self.place(eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, policy))
 
     def place(self, tree: Any) -> Any:
         """Return shapes with the shardings of parameters."""

@@ -226,7 +226,7 @@ def check_reference(parts: RunParts) -> str:
         ValueError: if the environment variable with the key of a server is not set, or a teacher is an unfinished run.
     """
     config, found = parts.config, dict[str, None]()
-    if not (config.needs_reference or config.kl.needs_teacher):
+    if not config.loads_reference:
         return "not loaded, the KL coefficient is 0"
     copied = ", a second copy" if config.lora is None else ", its adapter alone"
     if isinstance(config.reference, ReferencesByEnvironmentConfig):

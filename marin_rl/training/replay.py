@@ -388,7 +388,7 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
     vocab_size = parts.assemble(policy).vocab_size
     groups = make_groups(shape, config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size, config.seed)
     reference, learner = None, parts.learner
-    if config.needs_reference or config.kl.needs_teacher:
+    if config.loads_reference:
         # The updates donate the weights. A teacher of another size takes other times.
         copied = parts.assemble(jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, policy))
         reference = Teacher(parts, copied).score if config.needs_reference else None
