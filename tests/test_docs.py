@@ -353,6 +353,7 @@ def everything(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) 
         updates={"epochs": 2, "minibatches": 2},
         aggregation={"type": "token_mean"},
         kl={"type": "in_reward", "beta": 0.1},
+        distillation={"coefficient": 0.1},
         off_policy_correction={"type": "tis"},
         environment__format=None,
         filter={"type": "resample", "max_batches": 2},
@@ -466,7 +467,7 @@ def test_table_of_choices_lists_the_registered_types() -> None:
         name: kind for name, kind in sections.items() if str(getattr(kind, "__module__", "")).startswith("marin_rl.")
     }
     registries = {name: kind for name, kind in own.items() if is_choice_type(plain_type(kind))}
-    assert len(registries) == 9
+    assert len(registries) == 10
     registries |= {"environment.grader": GraderConfig, "environment.rewards": RewardComponentConfig}
     for section, registry in registries.items():
         assert set(re.findall(r"`(\w+)`", rows[section])) == set(registry.get_known_choices()), section
