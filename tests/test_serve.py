@@ -73,6 +73,12 @@ def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
     [first], [second] = run.sampler.sample([request]), folder.sampler.sample([request])
     assert first.token_ids == second.token_ids
     assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
+    assert run.score is None
+    scored = load_policy(folder=str(finished_run.path / "hf"), max_context=12, score_prompts=True).score
+    assert scored is not None
+    # Prompt and reply: the last log-probs are those of the sampled tokens.
+    [logprobs] = scored([request.prompt_tokens + first.token_ids])
+    assert logprobs[2:] == pytest.approx(list(first.logprobs), abs=1e-5)
     assert (first.first_version, run.sampler.version) == (6, 6)
 
 
@@ -112,6 +118,7 @@ def test_the_context_is_limited_by_the_model_only(finished_run: TinyRun):
 @pytest.mark.slow
 def test_the_command_serves_until_sigterm(finished_run: TinyRun):
     command = [sys.executable, "-m", "marin_rl.serve", "--run", str(finished_run.path), "--port", "0"]
+    command += ["--score_prompts", "true"]
     environment = {**os.environ, "MARIN_RL_API_KEY": "k"}
     root = Path(__file__).parents[1]
     with subprocess.Popen(
@@ -128,6 +135,12 @@ def test_the_command_serves_until_sigterm(finished_run: TinyRun):
         body = {"model": "run", "prompt": "2x3", "max_tokens": 2}
         response = httpx.post(f"{match[1]}/completions", json=body, headers={"Authorization": "Bearer k"})
         assert response.json()["usage"]["prompt_tokens"] == 3
+        echo = {**body, "max_tokens": 0, "echo": True, "logprobs": 0}
+        response = httpx.post(f"{match[1]}/completions", json=echo, headers={"Authorization": "Bearer k"})
+        [choice] = response.json()["choices"]
+        first, *rest = choice["logprobs"]["token_logprobs"]
+        assert (first, len(rest), choice["text"]) == (None, 2, "2x3")
+        assert max(rest) < 0
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=600)
         progress = f"loading the weights of {finished_run.path}\ncompiling the programs\n"
