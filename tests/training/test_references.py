@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -23,6 +24,7 @@ from marin_rl.config.reference_config import (
     ReferencesByEnvironmentConfig,
     ServerReferenceConfig,
 )
+from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
@@ -322,3 +324,32 @@ def test_the_average_of_the_weights_teaches_and_resumes_bit_for_bit(new_run: Cal
     found = outcome(resumed)
     assert found["state"] == expected["state"]
     assert found["records"] == expected["records"]
+
+
+@pytest.mark.medium
+def test_an_adapter_learns_from_its_average_and_from_a_whole_teacher(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], teacher: Any
+):
+    parts = {"ones": {"type": "policy", "weights": "average"}, "fake": {"type": "checkpoint", "path": str(teacher[0])}}
+    run = new_run(
+        initialize_from=str(finished_run.path),
+        lora={"rank": 2},
+        reference={"type": "by_environment", "references": parts},
+        distillation={},
+        optimizer__learning_rate=0.1,
+        num_steps=2,
+        warm_start__max_steps=0,
+        evaluation__tasks=0,
+    )
+    assert run.train() == 0
+    opened = reopen(run)
+    state, groups = opened.trainer_state, in_environment("ones", GROUPS)
+    assert state.model_averaging is not None
+    average = eqx.combine(state.model_averaging.model_params, state.model)
+    score, rollouts = opened.batch_builder.score_reference, [one for group in groups for one in group.rollouts]
+    assert score is not None
+    of_average = np.isin(np.arange(BATCH.input_ids.size), BATCH.tokens_of(HALF))
+    expected = np.where(of_average, logprobs(assemble(average, opened.base)), logprobs(teacher[1]))
+    np.testing.assert_allclose(score(BATCH, rollouts, state.model, average), expected, atol=1e-5)
+    live = logprobs(assemble(state.model, opened.base))
+    assert np.abs(live - expected)[of_average].max() > 1e-3
