@@ -34,9 +34,9 @@ def adapter_learner(trainer: Any, **settings: Any) -> tuple[Learner, PolicySpec]
     return Learner(trainer, num_updates=10, capacity=4, frozen=Frozen(base), **settings), spec
 
 
-def first_updates(precision: str) -> dict[str, np.ndarray]:
+def first_updates(precision: str, model_axis: int = 1) -> dict[str, np.ndarray]:
     """Train an adapter on one batch; return loss and A and B after each update."""
-    trainer = tiny.make_trainer(tiny.MESH_ROWS, policy=precision)
+    trainer = tiny.make_trainer(tiny.MESH_ROWS, policy=precision, model_axis=model_axis)
     learner, spec = adapter_learner(trainer)
     example = tiny.make_example(tiny.MESH_ROWS)
     example = dataclasses.replace(example, advantages=example.loss_mask.astype(np.float32))
@@ -54,6 +54,7 @@ def main(folder: Path) -> None:
     assert jax.device_count() == 8
     for precision in PRECISIONS:
         np.savez(folder / f"{precision}.npz", **first_updates(precision))
+    np.savez(folder / "4 data x 2 model shards.npz", **first_updates(PRECISIONS[0], model_axis=2))
 
 
 if __name__ == "__main__":

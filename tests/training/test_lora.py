@@ -21,6 +21,7 @@ from marin_rl.learner.base_weights import OtherBaseError
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.replay import replay_step
 from tests.distributed.thread_workers import thread_workers
+from tests.faults.test_resume import Moment, kill_at, start
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
 from tests.training.reopened_run import config_of
 
@@ -111,6 +112,18 @@ def test_an_interrupted_run_resumes_bit_for_bit(lora_run: TinyRun, tmp_path: Pat
     run = interrupted_after(lora_run, 1, tmp_path / "resumed")
     assert run.train() == 0
     assert outcome(run) == outcome(lora_run)
+
+
+@pytest.mark.slow
+def test_a_killed_run_equals_an_uninterrupted_one(finished_run: TinyRun, lora_run: TinyRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path, initialize_from=str(finished_run.path), **SETTINGS)
+    partial = r"os\.mkdir .*\.step-0000000{step}\.[^/]*partial$"
+    kill_at(run, "inside the write of checkpoint 1", Moment(partial.format(step=1), 3))
+    kill_at(run, "before record 3", Moment(r"open a .*metrics\.jsonl", 2))
+    assert start(run).wait() == 0, (run.path.parent / "output.txt").read_text()
+    found, expected = outcome(run), outcome(lora_run)
+    for part in ("records", "progress", "state", "rollouts", "hf"):
+        assert found[part] == expected[part], part
 
 
 def test_every_command_reads_the_run(lora_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
