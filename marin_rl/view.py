@@ -99,8 +99,8 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
         if newest is None:
             kind = "evaluation rollouts" if arguments.evaluation else "rollouts"
             message = (
-                f"{source.path} has no stored {kind} yet: its first step has not finished, or rollout_store.every is 0 "
-                "in its config.yaml"
+                f"{source.path} has no stored {kind} yet: its first step has not finished, rollout_store.every is 0 in "
+                "its config.yaml, or the run trains on data and has none"
             )
             console.print(Text(escape_line(message)), soft_wrap=True)
             return

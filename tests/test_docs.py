@@ -42,6 +42,7 @@ from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, make_run
+from tests.training.test_supervised_run import make as make_sft_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
@@ -398,9 +399,11 @@ def all_records(
     lessons: list[dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
-    """Records of these runs, of a plain one and of an asynchronous one."""
+    """Records of these runs, of a plain one, of an asynchronous one and of a supervised one."""
     ahead = records(finished_run, tmp_path_factory.mktemp("ahead"), mode="async")
-    return [*finished_run.records(), *everything, *lessons, *ahead]
+    supervised = make_sft_run(tmp_path_factory.mktemp("supervised"), num_steps=2)
+    assert supervised.train() == 0
+    return [*finished_run.records(), *everything, *lessons, *ahead, *supervised.records()]
 
 
 NOT_ON_A_CPU = {"mfu"}

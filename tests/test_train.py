@@ -46,7 +46,7 @@ def test_help_fits_a_screen_and_does_not_import_jax():
     assert status == "0 False"
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
-    for name in ("--dry_run", "rollouts.group_size", "--help rollouts", "--help all", "off_policy_correction"):
+    for name in ("--dry_run", "rollouts.group_size", "--help optimizer", "--help all", "off_policy_correction"):
         assert name in finished.stdout
 
 

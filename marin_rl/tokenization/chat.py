@@ -160,6 +160,7 @@ class ChatTokenizer:
         The prompt ends with the generation prompt, each reply is its text and the end-of-turn token, and observations
         are those of `observation_tokens`. Unlike `encode_conversation` it needs no generation blocks. If the template
         rewrites the history, the next reply begins a new sequence, as in an episode; each reply is on the mask of one.
+        The start of a reply that the prompt already contains, such as `<think>`, is not repeated.
 
         Args:
             messages: the prompt, a reply, and further observations and replies.
@@ -179,7 +180,8 @@ class ChatTokenizer:
         sequences = []
         for index, following in itertools.zip_longest(replies, replies[1:]):
             mark = self._mark(messages[index : index + 1])
-            escaped = self._encoder.escape(messages[index]["content"], mark)
+            start, content = self.reply_start(ids), messages[index]["content"]
+            escaped = self._encoder.escape(content.removeprefix(start if start.strip() else ""), mark)
             reply = [*self._encoder.encode(escaped, mark, continues=True)[0], end_token]
             ids += reply
             mask += [True] * len(reply)

@@ -86,7 +86,9 @@ def run_parsed(
         print(to_yaml(resolve_model(parsed.config)), end="")
         return 0
     refuse_moved_runs(parsed.files, parsed.config.run_dir)
-    choices = {"accept_changes": "accept_changes" in parsed.flags, "named": parsed.named}
+    # Epochs set the number of steps.
+    named = parsed.named | {"num_steps"} if "epochs" in parsed.named else parsed.named
+    choices = {"accept_changes": "accept_changes" in parsed.flags, "named": named}
     if "dry_run" not in parsed.flags:
         go_on_without_output()
         run_session(parsed.config, sys.stdout, prepare, **choices, started=started)

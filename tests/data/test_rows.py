@@ -15,6 +15,7 @@ from marin_rl.data.rows import Example, Form, encode_row, form_of
 from marin_rl.environments.row_format import Row
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from tests.tokenization.conftest import CHATML as CHATML_TEMPLATE
 from tests.tokenization.conftest import chatml_tokenizer
 from tests.tokenization.tool_templates import QWEN3
 
@@ -22,6 +23,7 @@ BYTE_CHAT = ChatTokenizer(byte_tokenizer())
 CHATML, THINKING = ChatTokenizer(chatml_tokenizer()), ChatTokenizer(chatml_tokenizer(QWEN3))
 USER, REPLY = {"role": "user", "content": "two plus three?"}, {"role": "assistant", "content": "five"}
 AGAIN, SECOND = {"role": "user", "content": "and two?"}, {"role": "assistant", "content": "seven"}
+OPENED = "'<|im_start|>assistant\\n<think>\\n' }}"
 SCHEMA = {"type": "function", "function": {"name": "tool", "description": "a tool", "parameters": {}}}
 
 
@@ -71,6 +73,14 @@ def test_a_template_that_drops_thoughts_gives_a_sequence_for_each_reply():
     assert second[1] == ["seven<|im_end|>"]
     assert "<think>" not in second[0]
     assert "five<|im_end|>" in second[0]
+
+
+def test_the_start_of_a_reply_in_the_prompt_is_not_repeated():
+    opening = ChatTokenizer(chatml_tokenizer(CHATML_TEMPLATE.replace("'<|im_start|>assistant\\n' }}", OPENED)))
+    thought = {"role": "assistant", "content": "<think>\nso\n</think>\n\nfive"}
+    [(text, spans)] = texts(encode({"messages": [USER, thought]}, opening), opening)
+    assert text.count("<think>") == 1
+    assert spans == ["so\n</think>\n\nfive<|im_end|>"]
 
 
 def test_only_the_completion_has_loss():
