@@ -73,7 +73,7 @@ def test_training_starts_from_the_weights_of_a_finished_run(
 def test_interrupt_before_the_first_update_exits_with_130(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ):
-    def interrupted(config: object, stream: object, **options: bool) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("marin_rl.training.session.run_session", interrupted)
@@ -82,7 +82,7 @@ def test_interrupt_before_the_first_update_exits_with_130(
 
 
 def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: Capture):
-    def failed(config: object, stream: object, **options: bool) -> None:
+    def failed(*arguments: object, **options: object) -> None:
         raise ValueError("task \x1b[2J\nis wrong")
 
     monkeypatch.setattr("marin_rl.training.session.run_session", failed)

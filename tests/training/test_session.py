@@ -201,7 +201,7 @@ def test_sigterm_during_evaluation_saves_step_and_resume_repeats_evaluation(
     assert outcome(run) == outcome(finished_run)
 
 
-@pytest.mark.parametrize("slow", ["environments.dataset.DatasetConfig.build", "training.open_run.first_policy"])
+@pytest.mark.parametrize("slow", ["environments.dataset.DatasetConfig.build", "model_parts.first_policy"])
 def test_sigterm_interrupts_the_preparation_of_a_run(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slow: str
 ):
