@@ -4,7 +4,7 @@
 """Objectives: advantages, policy terms, KL penalties, off-policy corrections, shaping and aggregation.
 
 Pure functions of arrays, each next to the config that selects it. The host-side names are imported eagerly and do not
-load jax; the device-side names (KL, importance weights, policy and value terms) are imported on first use.
+load jax; the device-side names (KL, importance weights, policy, value and preference terms) are imported on first use.
 """
 
 import importlib
@@ -104,9 +104,16 @@ if TYPE_CHECKING:
         rloo_sequence_terms,
         sequence_log_ratios,
     )
+    from marin_rl.objectives.preference import (
+        PairSums,
+        PreferenceLossConfig,
+        pair_sums,
+        preference_loss,
+        preference_metrics,
+    )
     from marin_rl.objectives.value_loss import ValueTerms, explained_variance, value_loss_terms
 
-_DEVICE_MODULES = ("distillation", "divergence", "importance", "kl", "policy_loss", "value_loss")
+_DEVICE_MODULES = ("distillation", "divergence", "importance", "kl", "policy_loss", "preference", "value_loss")
 
 
 def __getattr__(name: str) -> Any:
