@@ -42,9 +42,9 @@ def _run(arguments: Sequence[str]) -> int:
     with without_collections():
         from marin_rl.config.train_config import SftConfig
         from marin_rl.training.session import run_parsed
-        from marin_rl.training.supervised_run import dry_run_sft, prepare_sft
+        from marin_rl.training.supervised_run import dry_run_data, prepare_sft
 
-    return run_parsed(parse_run_config(SftConfig, checked, FLAGS), started, prepare_sft, dry_run_sft)
+    return run_parsed(parse_run_config(SftConfig, checked, FLAGS), started, prepare_sft, dry_run_data)
 
 
 if __name__ == "__main__":

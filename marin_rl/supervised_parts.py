@@ -3,27 +3,34 @@
 
 """The parts of a run that trains on data, built from its config."""
 
+import abc
 import dataclasses
 import functools
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.config.train_config import SftConfig
-from marin_rl.learner.loss import cross_entropy_loss
+from marin_rl.config.train_config import DpoConfig, SftConfig
+from marin_rl.learner.loss import RlLoss, cross_entropy_loss
+from marin_rl.learner.preference_loss import PreferenceLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.model_parts import AbstractModelParts
 
 
 @dataclasses.dataclass(frozen=True)
-class SftParts(AbstractModelParts):
-    """The parts of supervised fine-tuning."""
+class AbstractSupervisedParts(AbstractModelParts):
+    """The parts of a run that trains on data."""
 
-    config: SftConfig
+    config: SftConfig | DpoConfig
+
+    @property
+    @abc.abstractmethod
+    def loss(self) -> RlLoss | PreferenceLoss:
+        """Loss of a microbatch."""
 
     @property
     def whole_rollouts(self) -> bool:
-        """Whether all sequences of a row of data must be in one microbatch: no, each has its own loss."""
-        return False
+        """Whether all sequences of a row of data must be in one microbatch, as the answers of a pair."""
+        return self.config.trains_on_pairs
 
     @property
     def layout(self) -> RowLayout:
@@ -36,21 +43,64 @@ class SftParts(AbstractModelParts):
         return Learner(
             self.trainer,
             self.config.optimizer,
-            cross_entropy_loss(self.logprob_block),
+            self.loss,
             num_updates=self.config.num_updates,
-            capacity=self.layout.microbatches(self.config.batch.size),
+            capacity=self._capacity,
             frozen=None if self.base is None else Frozen(self.base),
         )
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """The scorer of held-out rows."""
+        """The scorer of held-out rows, and of the reference."""
         return Scorer(
             self.trainer,
             self.layout,
             pad_token_id=self.tokenizer.pad_token_id,
             temperature=1.0,
             block_size=self.logprob_block,
-            capacity=self.layout.microbatches(self.config.batch.size),
-            accuracy=True,
+            capacity=self._capacity,
+            accuracy=not self.config.trains_on_pairs,
         )
+
+    @property
+    def _capacity(self) -> int:
+        return self.layout.microbatches(self.config.batch.sequences_per_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class SftParts(AbstractSupervisedParts):
+    """The parts of supervised fine-tuning."""
+
+    config: SftConfig
+
+    @property
+    def loss(self) -> RlLoss:
+        """The cross-entropy."""
+        return cross_entropy_loss(self.logprob_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoParts(AbstractSupervisedParts):
+    """The parts of direct preference optimization."""
+
+    config: DpoConfig
+
+    @property
+    def layout(self) -> RowLayout:
+        """Shape of the microbatches, with room for a pair of the greatest length.
+
+        Raises:
+            ValueError: if a microbatch has no such room.
+        """
+        rows, row_length = self.row_layout.rows_per_microbatch, self.row_layout.row_length
+        if rows < 2 and row_length < 2 * self.config.batch.max_length:
+            raise ValueError(
+                f"trainer.per_device_parallelism is {self.config.trainer.per_device_parallelism}, so a microbatch is a "
+                f"row of {row_length} positions, but both answers of a pair must fit into one; set at least 2"
+            )
+        return self.row_layout
+
+    @property
+    def loss(self) -> PreferenceLoss:
+        """The loss of pairs."""
+        return PreferenceLoss(self.config.loss, self.logprob_block)

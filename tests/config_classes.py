@@ -11,7 +11,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
 from marin_rl.config.reference_config import InitialReferenceConfig, PolicyWeights
-from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
 from marin_rl.data.config import DataConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig
@@ -27,6 +27,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ConstantConfig": {"length": 1},
     "ContextConfig": {"answer": True},
     "AgentConfig": {"tasks": ArithmeticConfig(), "command": ("agent",)},
+    "DpoConfig": {"preferences": DataConfig("pairs.jsonl"), "run_dir": "run", "initialize_from": "model"},
     "EvaluateConfig": {"run": "run"},
     "ExactKlConfig": {"beta": 0.1},
     "FormatConfig": {"regex": "x"},
@@ -72,7 +73,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    for root in (TrainConfig, SftConfig, EvaluateConfig, ServeConfig, LocalConfig, TpuConfig):
+    for root in (TrainConfig, SftConfig, DpoConfig, EvaluateConfig, ServeConfig, LocalConfig, TpuConfig):
         _collect(root, classes)
     return classes
 

@@ -80,7 +80,7 @@ PROBLEMS = [
 ]
 """Problems for training and evaluation of the tiny run."""
 
-TIMINGS = re.compile(r"eps|mfu|seconds/.*|tokens/.*_per_second")
+TIMINGS = re.compile(r"eps|mfu|seconds/.*|tokens/(.*_)?per_second")
 """Names of the metrics that differ between equal runs."""
 
 

@@ -17,11 +17,13 @@ class RunKind(enum.StrEnum):
     """Reinforcement learning; the config has `environment`."""
     SFT = "sft"
     """Supervised fine-tuning; the config has `data`."""
+    DPO = "dpo"
+    """Direct preference optimization; the config has `preferences`."""
 
     @property
     def key(self) -> str:
         """The key that only configs of this command have."""
-        return {RunKind.TRAIN: "environment", RunKind.SFT: "data"}[self]
+        return {RunKind.TRAIN: "environment", RunKind.SFT: "data", RunKind.DPO: "preferences"}[self]
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "RunKind":
@@ -45,10 +47,14 @@ class RunKind(enum.StrEnum):
                 from marin_rl.config.supervised_config import AbstractSftConfig
 
                 return AbstractSftConfig
+            case RunKind.DPO:
+                from marin_rl.config.supervised_config import AbstractDpoConfig
+
+                return AbstractDpoConfig
 
     @property
     def config(self) -> type[AbstractRunConfig]:
         """The complete class of the config."""
-        from marin_rl.config.train_config import SftConfig, TrainConfig
+        from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
 
-        return {RunKind.TRAIN: TrainConfig, RunKind.SFT: SftConfig}[self]
+        return {RunKind.TRAIN: TrainConfig, RunKind.SFT: SftConfig, RunKind.DPO: DpoConfig}[self]

@@ -30,6 +30,8 @@ class AbstractRowConfig(ConfigSection, abc.ABC):
 
     section: ClassVar[str]
     """Name of the section in the config."""
+    sequences_per_item: ClassVar[int] = 1
+    """Number of sequences of an item of the batch that must be in one microbatch."""
 
     @property
     @abc.abstractmethod
@@ -98,7 +100,7 @@ class AbstractRowConfig(ConfigSection, abc.ABC):
         >>> RolloutConfig(prompts_per_step=16, max_length=96, packing=False).rows_per_device("gpu")
         64
         """
-        most = max(TOKENS_PER_MICROBATCH[platform] // self._shortest_row, 1)
+        most = max(TOKENS_PER_MICROBATCH[platform] // self._shortest_row, -(-self.sequences_per_item // devices))
         rows = -(-self.sequences_per_step // devices)
         return -(-rows // -(-rows // most))
 

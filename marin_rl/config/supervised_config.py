@@ -11,12 +11,13 @@ from annotated_types import Ge, Gt
 from marin_rl.config.run_config import RUN_CHECKS, AbstractRunConfig, Check
 from marin_rl.config.sections import AbstractRowConfig
 from marin_rl.data.config import DataConfig, LongSequences
+from marin_rl.objectives.preference import PreferenceLossConfig
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import may_change, may_change_by_name
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchConfig(AbstractRowConfig):
+class AbstractBatchConfig(AbstractRowConfig):
     """Rows of data per update, and the layout of the rows of a microbatch."""
 
     section: ClassVar[str] = "batch"
@@ -44,8 +45,27 @@ class BatchConfig(AbstractRowConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Number of sequences that a step trains on, if each row of data is one."""
-        return self.size
+        """Number of sequences that a step trains on, if a row of data has no more than it needs."""
+        return self.size * self.sequences_per_item
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig(AbstractBatchConfig):
+    """Rows of data per update, and the layout of the rows of a microbatch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PairBatchConfig(AbstractBatchConfig):
+    """Pairs per update, and the layout of the rows of a microbatch, in which both answers of a pair must fit."""
+
+    sequences_per_item: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        AbstractBatchConfig.__post_init__(self)
+        if self.long_sequences is LongSequences.TRUNCATE:
+            raise ValueError(
+                "batch.long_sequences is truncate, but a cut answer is not the one that was compared; use skip or error"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +85,17 @@ class LossEvaluationConfig(ConfigSection):
 class AbstractSupervisedConfig(AbstractRunConfig):
     """Settings of the commands that train on data, without the types of levanter's sections."""
 
+    source_key: ClassVar[str]
+    """Name of the section with the source of the data."""
+    trains_on_pairs: ClassVar[bool] = False
+    """Whether a row of data is a pair of answers. The checkpoint of step 0 then holds the log-probabilities of the
+    reference, and is always kept."""
+
     num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=0, metadata=may_change_by_name())
     """Number of updates; 0: as many as `epochs` need."""
     epochs: Annotated[float, Gt(0)] = dataclasses.field(default=1.0, metadata=may_change_by_name())
     """Passes over the data, each in another order, if `num_steps` is 0."""
-    batch: BatchConfig = BatchConfig()
+    batch: AbstractBatchConfig
     """Rows of data per update, and their layout."""
     evaluation: LossEvaluationConfig = dataclasses.field(
         default=LossEvaluationConfig(), metadata=may_change("every") | may_change_by_name()
@@ -80,6 +106,11 @@ class AbstractSupervisedConfig(AbstractRunConfig):
     def checks(self) -> tuple[Check, ...]:
         """Checks of the settings without levanter's sections."""
         return RUN_CHECKS
+
+    @property
+    def source(self) -> DataConfig:
+        """Source of the data."""
+        return getattr(self, self.source_key)
 
     @property
     def rows(self) -> AbstractRowConfig:
@@ -101,7 +132,31 @@ class AbstractSftConfig(AbstractSupervisedConfig):
         *("num_steps", "batch.size", "batch.max_length", "batch.long_sequences", "optimizer", "evaluation.every"),
         "checkpoint.every",
     )
+    source_key: ClassVar[str] = "data"
 
     data: DataConfig
     """Rows to train on, in one of four forms: `messages` (and optional `tools`), `prompt` and `completion`, `text`, or
     `input_ids` with `labels` or `assistant_masks`."""
+    batch: BatchConfig = BatchConfig()
+    """Rows of data per update, and their layout."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractDpoConfig(AbstractSupervisedConfig):
+    """Configuration of direct preference optimization, without the types of levanter's sections."""
+
+    common_keys: ClassVar[tuple[str, ...]] = (
+        *("preferences.path", "preferences.held_out", "run_dir", "initialize_from", "tokenizer.path", "seed", "epochs"),
+        *("num_steps", "batch.size", "batch.max_length", "batch.long_sequences", "loss.beta", "optimizer"),
+        *("evaluation.every", "checkpoint.every"),
+    )
+    source_key: ClassVar[str] = "preferences"
+    trains_on_pairs: ClassVar[bool] = True
+
+    preferences: DataConfig
+    """Pairs of answers: `prompt`, `chosen` and `rejected`, or `chosen` and `rejected` as conversations that begin with
+    the same prompt; optional `tools`."""
+    loss: PreferenceLossConfig = dataclasses.field(default_factory=PreferenceLossConfig)
+    """Loss of a pair."""
+    batch: PairBatchConfig = PairBatchConfig()
+    """Pairs per update, and their layout."""

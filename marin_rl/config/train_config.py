@@ -20,7 +20,7 @@ from levanter.tracker import TrackerConfig
 from marin_rl.config.base_config import AbstractTrainConfig
 from marin_rl.config.reference_config import PolicyReferenceConfig
 from marin_rl.config.run_config import MODEL_METADATA, TRAINER_METADATA, AbstractRunConfig
-from marin_rl.config.supervised_config import AbstractSftConfig
+from marin_rl.config.supervised_config import AbstractDpoConfig, AbstractSftConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
@@ -199,3 +199,8 @@ class TrainConfig(LevanterSections, AbstractTrainConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SftConfig(LevanterSections, AbstractSftConfig):
     """Configuration of supervised fine-tuning."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DpoConfig(LevanterSections, AbstractDpoConfig):
+    """Configuration of direct preference optimization."""

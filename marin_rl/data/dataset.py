@@ -13,7 +13,8 @@ import numpy as np
 
 from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
 from marin_rl.data.config import DataConfig, LongSequences
-from marin_rl.data.rows import Example, encode_row, form_of, make_example
+from marin_rl.data.pairs import encode_pair
+from marin_rl.data.rows import ROW_FORMS, Example, Form, encode_row, form_of, make_example
 from marin_rl.environments.base import epoch_order
 from marin_rl.environments.row_files import read_dataset, read_jsonl, read_parquet
 from marin_rl.environments.row_format import Row
@@ -94,7 +95,7 @@ class Encoded(NamedTuple):
 
 
 def read_examples(
-    config: DataConfig, key: str, batch: BatchLimits, tokenizer: ChatTokenizer
+    config: DataConfig, key: str, batch: BatchLimits, tokenizer: ChatTokenizer, *, pairs: bool = False
 ) -> tuple[Encoded, Encoded]:
     """Read and tokenize the rows of a source: those to train on, and those that are held out.
 
@@ -103,11 +104,15 @@ def read_examples(
         key: its section in the config, for messages.
         batch: maximum length of a sequence, and handling of longer ones.
         tokenizer: chat tokenizer.
+        pairs: whether the rows are pairs of answers.
 
     Raises:
         ValueError: if a row is invalid, or no row fits; the message names the row.
     """
-    encoded = [encode_rows(rows, tokenizer, batch.max_length, batch.long_sequences) for rows in read_rows(config, key)]
+    forms = (Form.PAIR,) if pairs else ROW_FORMS
+    encoded = [
+        encode_rows(rows, tokenizer, batch.max_length, batch.long_sequences, forms) for rows in read_rows(config, key)
+    ]
     for rows, name in zip(encoded, ("to train on", "held out"), strict=True):
         if rows.skipped and not rows.examples:
             raise ValueError(
@@ -130,7 +135,11 @@ def describe(train: Encoded, held_out: Encoded) -> str:
 
 
 def encode_rows(
-    rows: Iterable[Row], tokenizer: ChatTokenizer, max_length: int, long_sequences: LongSequences
+    rows: Iterable[Row],
+    tokenizer: ChatTokenizer,
+    max_length: int,
+    long_sequences: LongSequences,
+    forms: Sequence[Form] = ROW_FORMS,
 ) -> Encoded:
     """Tokenize rows of one form.
 
@@ -139,20 +148,21 @@ def encode_rows(
         tokenizer: chat tokenizer.
         max_length: maximum number of tokens of a sequence.
         long_sequences: handling of longer ones.
+        forms: forms that a row may have.
 
     Raises:
         ValueError: if a row is invalid, too long, or of another form than the first; the message names the row.
     """
     encoded, skipped, truncated, first = list[Example](), 0, 0, None
     for row in rows:
-        form = form_of(row)
+        form = form_of(row, forms)
         first = first or (form, row.where)
         if form is not first[0]:
             raise ValueError(
                 f"{row.where}: the row has {' and '.join(form.value)}, but {first[1]} has "
                 f"{' and '.join(first[0].value)}; all rows must have the same form"
             )
-        example = encode_row(row, form, tokenizer)
+        example = encode_pair(row, tokenizer) if form is Form.PAIR else encode_row(row, form, tokenizer)
         if max(example.lengths) > max_length:
             if long_sequences is LongSequences.ERROR:
                 raise ValueError(
@@ -217,4 +227,23 @@ def join_examples(examples: Sequence[Example]) -> RolloutBatch:
         [example.lengths for example in examples],
         input_ids=np.concatenate([example.input_ids for example in examples]),
         turn_ids=np.where(mask, 0, NO_TURN).astype(np.int32),
+    )
+
+
+def join_pairs(pairs: Sequence[Example], *, length_normalized: bool) -> RolloutBatch:
+    """Make a batch of scored pairs, each one rollout, whose advantages are the signs of the tokens in the margin.
+
+    Args:
+        pairs: the pairs.
+        length_normalized: whether the sign of a token is divided by the number of tokens of its answer.
+    """
+    signs, batch = [], join_examples(pairs)
+    for pair in pairs:
+        is_chosen = (np.arange(pair.input_ids.size) < sum(pair.lengths[: pair.chosen]))[pair.loss_mask]
+        lengths = np.where(is_chosen, is_chosen.sum(), (~is_chosen).sum()) if length_normalized else 1
+        signs.append(np.where(is_chosen, 1.0, -1.0) / lengths)
+    scored = [pair.reference for pair in pairs if pair.reference is not None]
+    reference = batch.from_actions("reference log-probabilities", scored)
+    return dataclasses.replace(
+        batch, advantages=batch.from_actions("signs", signs), reference_logprobs=reference.astype(np.float32)
     )

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float32, Int32
 from numpy.typing import ArrayLike
 
 from marin_rl.environments.row_format import Row, message_items, parse_message
@@ -48,6 +48,11 @@ class Form(enum.Enum):
     COMPLETION = ("prompt", "completion")
     TEXT = ("text",)
     TOKENS = ("input_ids",)
+    PAIR = ("chosen", "rejected")
+
+
+ROW_FORMS = (Form.MESSAGES, Form.COMPLETION, Form.TEXT, Form.TOKENS)
+"""Forms of rows of supervised fine-tuning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,10 @@ class Example:
     """Token ids of all sequences."""
     loss_mask: Bool[np.ndarray, " tokens"]
     """True for tokens with loss; never the first token of a sequence."""
+    chosen: int = 0
+    """Number of sequences of the chosen answer, which come first; 0 if the row is no pair."""
+    reference: Float32[np.ndarray, " actions"] | None = None
+    """Log-probabilities (nats) of the tokens with loss under a reference; None until scored."""
 
     def sequences(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the tokens and the mask of each sequence."""
@@ -69,7 +78,7 @@ class Example:
         return list(zip(np.split(self.input_ids, ends), np.split(self.loss_mask, ends), strict=True))
 
 
-def make_example(where: str, sequences: Sequence[tuple[ArrayLike, ArrayLike]]) -> Example:
+def make_example(where: str, sequences: Sequence[tuple[ArrayLike, ArrayLike]], chosen: int = 0) -> Example:
     """Make an example of sequences of token ids, each with a mask of the tokens with loss.
 
     Raises:
@@ -83,23 +92,24 @@ def make_example(where: str, sequences: Sequence[tuple[ArrayLike, ArrayLike]]) -
     if not loss_mask.any():
         raise ValueError(f"{where}: no token has loss; remove the row, or mark the tokens to train on")
     ids = np.concatenate([np.array(of_sequence, np.int32) for of_sequence, _ in sequences])
-    return Example(where, tuple(map(len, mask)), ids, loss_mask)
+    return Example(where, tuple(map(len, mask)), ids, loss_mask, chosen)
 
 
-def form_of(row: Row) -> Form:
-    """Return the form of a row.
+def form_of(row: Row, forms: Sequence[Form] = ROW_FORMS) -> Form:
+    """Return the form of a row, the first of some.
 
     Raises:
         ValueError: if the row has none; the message names the row and its columns.
     """
-    for form in Form:
+    for form in forms:
         if all(row.values.get(column) is not None for column in form.value):
             return form
-    columns = [column for form in Form for column in form.value]
+    columns = [column for form in forms for column in form.value]
     given = [column for column, value in row.values.items() if value is not None]
+    needed = ", or ".join(" and ".join(form.value) for form in forms)
     raise ValueError(
-        f"{row.where}: the row has the columns {', '.join(map(repr, given)) or 'none'}, but needs messages, prompt and "
-        f"completion, text, or input_ids; {nearest(given[0], columns) if given else 'add one'}"
+        f"{row.where}: the row has the columns {', '.join(map(repr, given)) or 'none'}, but needs {needed}; "
+        f"{nearest(given[0], columns) if given else 'add one'}"
     )
 
 
@@ -108,7 +118,7 @@ def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer) -> Example:
 
     Args:
         row: the row.
-        form: its form.
+        form: its form, one of `ROW_FORMS`.
         tokenizer: chat tokenizer.
 
     Raises:
@@ -126,7 +136,7 @@ def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer) -> Example:
             if not replies:
                 raise ValueError(f"{row.where}: column 'messages' has no assistant message, so no token has loss")
             prompt, completion = messages[: replies[0]], messages[replies[0] :]
-        case Form.COMPLETION:
+        case _:
             prompt, completion = read_messages(row, "prompt"), read_messages(row, "completion")
     return make_example(row.where, encode_episode(row, prompt, completion, tokenizer))
 

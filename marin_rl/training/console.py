@@ -42,7 +42,7 @@ MAX_PLAIN_LINES = 50
 
 SHOWN = (
     *("reward", "KL", "length", "loss", "tok/s", "held-out", "greedy", "held-out reward", "greedy reward"),
-    *("held-out loss", "held-out token accuracy", "rollouts/s", "entropy"),
+    *("pairs", "held-out loss", "held-out token accuracy", "held-out pairs", "rollouts/s", "entropy"),
 )
 """Labels of the displayed metrics, most important first. Those that do not fit on the line are omitted."""
 
@@ -53,6 +53,7 @@ EVALUATED = {
     "greedy reward": "/reward_greedy",
     "held-out loss": "/loss",
     "held-out token accuracy": "/token_accuracy",
+    "held-out pairs": "/rewards/accuracies",
 }
 """Suffixes of the evaluation metrics, by label."""
 
@@ -164,7 +165,7 @@ class ProgressDisplay:
         return Group(bar, line)
 
 
-LOGGED = ("reward", "KL", "length", "loss", *EVALUATED)
+LOGGED = ("reward", "KL", "length", "loss", "pairs", *EVALUATED)
 """Labels of the metrics in the log's line of a step."""
 
 
@@ -190,6 +191,8 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
         ("length", "train/output_length", lambda value: f"{value:.1f}"),
         ("rollouts/s", "eps", format_count),
         ("loss", "loss/ce_avg", format_fraction),
+        ("loss", "loss/dpo", format_fraction),
+        ("pairs", "rewards/accuracies", format_fraction),
         ("tok/s", "tokens/sampled_per_second", format_count),
         ("entropy", "policy/entropy_avg", format_fraction),
     ):

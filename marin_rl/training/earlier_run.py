@@ -42,7 +42,7 @@ from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.stops import stop_text_bytes
-from marin_rl.supervised_parts import SftParts
+from marin_rl.supervised_parts import DpoParts, SftParts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
@@ -164,7 +164,7 @@ def load_run(run: str, step: int | None) -> tuple[AbstractRunConfig, Checkpoints
 
 def open_parts(config: AbstractRunConfig) -> AbstractModelParts:
     """Start the devices of this process alone for the parts of an earlier run, maybe of another machine."""
-    kind = SftParts if isinstance(config, SftConfig) else RunParts
+    kind = RunParts if isinstance(config, TrainConfig) else SftParts if isinstance(config, SftConfig) else DpoParts
     return kind.start(config, alone=True, of_other_machine=True)
 
 

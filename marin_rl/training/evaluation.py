@@ -124,7 +124,7 @@ def is_quality(name: str) -> bool:
     """Return whether a metric is an accuracy, a mean reward or a loss of an evaluation."""
     kind = name.rpartition("/")[2]
     return name.startswith("eval/") and (
-        kind.startswith(("accuracy_", "reward_")) or kind in ("loss", "token_accuracy")
+        kind.startswith(("accuracy_", "reward_")) or kind in ("loss", "token_accuracy", "dpo", "accuracies", "margins")
     )
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
@@ -42,6 +42,8 @@ from marin_rl.utils.errors import Closing
 from marin_rl.utils.storage import StoragePath
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
+SupervisedConfig = TypeVar("SupervisedConfig", bound=AbstractSupervisedConfig)
+
 HELD_OUT = "eval/held_out"
 """Prefix of the metrics of held-out rows."""
 
@@ -58,6 +60,17 @@ class SupervisedTask:
     """Returns the number of epochs until the end of a step."""
     measure: Callable[[LmHeadModel], dict[str, float]] | None
     """Returns the held-out metrics of a policy; None if nothing is held out."""
+    first_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    """Further files of the checkpoint of step 0, by name."""
+
+
+class Start(NamedTuple):
+    """The start of a run."""
+
+    policy: Any
+    """The weights of a new run; None if it resumes."""
+    checkpoints: Checkpoints
+    """Checkpoints of a run that resumes."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -121,10 +134,13 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
 
     def save(self) -> StoragePath:
         """Start to write a checkpoint, after all records before it are stored."""
-        files = self.files
-        if multihost.is_main():
+        # The records of step 0 are written after its checkpoint.
+        files, first = self.files, self.progress.step == 0
+        if multihost.is_main() and not first:
             files = dataclasses.replace(files, metrics=self.store_records())
-        others = {RUN_FILES: files.encode()} if multihost.is_main() else {}
+        others: dict[str, bytes] = {}
+        if multihost.is_main():
+            others = {RUN_FILES: files.encode(), **(self.task.first_files if first else {})}
         return self.checkpoints.save(self.trainer_state, self.progress.step, dataclasses.asdict(self.progress), others)
 
     def rewind(self) -> None:
@@ -140,7 +156,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
 def open_supervised(
     config: AbstractSupervisedConfig,
     parts_class: type[AbstractModelParts],
-    make_task: Callable[[Any], SupervisedTask],
+    make_task: Callable[[Any, Start], SupervisedTask],
     folder: StoragePath,
     report: Report,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -171,7 +187,7 @@ def open_supervised(
         parts = parts_class.start(config, resources=resources, report=report)
         inputs = digest_inputs(config)
         require_same_inputs(inputs)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.trains_on_pairs)
         resources.enter_context(Closing(checkpoints.close))
         loaded = checkpoints.restore_newest(functools.partial(load_state, parts, ()))
         if loaded is None:
@@ -182,6 +198,8 @@ def open_supervised(
             progress, state = loaded.progress, loaded.state
             files = compare_files(loaded, inputs, report, accept=accept_changes)
             report_resume(loaded, checkpoints, report)
+        policy = None if loaded else parts.assemble(policy_of(state.model))
+        task = make_task(parts, Start(policy, checkpoints))
         run = SupervisedRun(
             config=config,
             progress=progress,
@@ -193,7 +211,7 @@ def open_supervised(
             resources=resources.pop_all(),
             files=files,
             command_timer=timer,
-            task=make_task(parts),
+            task=task,
         )
     if loaded is None:
         with timer.phase("evaluation"):
@@ -209,6 +227,27 @@ def describe_held_out(metrics: Mapping[str, float]) -> str:
     return "held-out " + ", ".join(f"{name} {value:.3f}" for name, value in named.items())
 
 
+def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Encoded, Encoded]:
+    """Return the config with `num_steps`, the rows to train on, and those that are held out."""
+    train, held_out = read_examples(
+        config.source, config.source_key, config.batch, config.tokenizer.build(), pairs=config.trains_on_pairs
+    )
+    steps = Batches(train.examples, config.batch.size, config.seed).steps(config.epochs)
+    return dataclasses.replace(config, num_steps=config.num_steps or steps), train, held_out
+
+
+def dry_run_data(
+    config: AbstractSupervisedConfig, report: Report, *, accept_changes: bool, named: Collection[str]
+) -> list[str]:
+    """Check everything that a run on data needs, and read all its data; see `dry_run_supervised`."""
+
+    def read(config: AbstractSupervisedConfig) -> tuple[AbstractSupervisedConfig, str]:
+        config, *data = read_data(config)
+        return config, describe(*data)
+
+    return dry_run_supervised(read, config, report, accept_changes=accept_changes, named=named)
+
+
 # Supervised fine-tuning.
 
 
@@ -221,10 +260,10 @@ def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedR
     Raises:
         ValueError: if the data is invalid; the message names the file, the line and the column.
     """
-    config, train, held_out = _read(config)
+    config, train, held_out = read_data(config)
     batches = Batches(train.examples, config.batch.size, config.seed)
 
-    def make_task(parts: SftParts) -> SupervisedTask:
+    def make_task(parts: SftParts, start: Start) -> SupervisedTask:
         parts.report(describe(train, held_out))
         return SupervisedTask(
             batch=lambda step: join_examples(batches.of_step(step)),
@@ -234,23 +273,6 @@ def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedR
         )
 
     return config, functools.partial(open_supervised, config, SftParts, make_task)
-
-
-def dry_run_sft(config: SftConfig, report: Report, *, accept_changes: bool, named: Collection[str]) -> list[str]:
-    """Check everything that a run needs, and read all its data; see `dry_run_supervised`."""
-
-    def read(config: SftConfig) -> tuple[SftConfig, str]:
-        config, *data = _read(config)
-        return config, describe(*data)
-
-    return dry_run_supervised(read, config, report, accept_changes=accept_changes, named=named)
-
-
-def _read(config: SftConfig) -> tuple[SftConfig, Encoded, Encoded]:
-    """Return the config with `num_steps`, the rows to train on, and those that are held out."""
-    train, held_out = read_examples(config.data, "data", config.batch, config.tokenizer.build())
-    steps = Batches(train.examples, config.batch.size, config.seed).steps(config.epochs)
-    return dataclasses.replace(config, num_steps=config.num_steps or steps), train, held_out
 
 
 def pack_cross_entropy(batch: RolloutBatch, parts: AbstractModelParts) -> PackedBatch:

@@ -22,7 +22,7 @@ RANGES = {
         ArithmeticConfig.digits BatchConfig.size ConstantConfig.length ContextConfig.max_tokens EvaluationConfig.samples
         IcepopConfig.high LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
         LocalConfig.num_processes LoraConfig.rank MixturePartConfig.window OpenEnvConfig.max_characters
-        OpenEnvConfig.num_tasks ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size
+        OpenEnvConfig.num_tasks PairBatchConfig.size ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size
         RolloutConfig.max_length RolloutConfig.max_turns RolloutConfig.prompts_per_step SamplingConfig.max_new_tokens
         SamplingConfig.max_seqs SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads
         SandboxConfig.workers ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences
@@ -35,7 +35,7 @@ RANGES = {
     """,
     "at least 0": """
         CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high ContextConfig.demonstrations
-        EvaluationConfig.every EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high
+        DpoConfig.num_steps EvaluationConfig.every EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high
         LlmJudgeConfig.backoff_seconds LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout
         LossEvaluationConfig.every LossKlConfig.beta OverlongConfig.buffer PpoClipLossConfig.clip_high
         ReasoningGymConfig.seed ReplayConfig.max_staleness RetryConfig.give_up_seconds RewardKlConfig.beta
@@ -51,18 +51,18 @@ RANGES = {
         TextWorldConfig.validation VerifiersConfig.held_out VerifiersConfig.validation
     """,
     "above 0": """
-        CriticConfig.coefficient DistillationConfig.coefficient ExactKlConfig.beta JudgeCriterion.weight
-        LlmJudgeConfig.timeout_seconds LoraConfig.alpha MaskMismatchConfig.cap MathVerifyConfig.timeout
-        ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout RetryConfig.first_seconds
-        RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds SandboxConfig.wall_seconds
-        ServerReferenceConfig.timeout SftConfig.epochs TisConfig.cap ToolLimits.max_seconds
+        CriticConfig.coefficient DistillationConfig.coefficient DpoConfig.epochs ExactKlConfig.beta
+        JudgeCriterion.weight LlmJudgeConfig.timeout_seconds LoraConfig.alpha MaskMismatchConfig.cap
+        MathVerifyConfig.timeout ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout PreferenceLossConfig.beta
+        RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds
+        SandboxConfig.wall_seconds ServerReferenceConfig.timeout SftConfig.epochs TisConfig.cap ToolLimits.max_seconds
         WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
-        BatchConfig.row_length OpenEnvConfig.max_steps RolloutConfig.max_prompt_length RolloutConfig.max_tokens
-        RolloutConfig.row_length ServeConfig.max_new_tokens ServeConfig.max_seqs SftConfig.logprob_block_size
-        TextArenaConfig.max_steps TextGameConfig.max_steps TextWorldConfig.max_steps TrainConfig.logprob_block_size
-        VerifiersConfig.num_tasks
+        BatchConfig.row_length DpoConfig.logprob_block_size OpenEnvConfig.max_steps PairBatchConfig.row_length
+        RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length ServeConfig.max_new_tokens
+        ServeConfig.max_seqs SftConfig.logprob_block_size TextArenaConfig.max_steps TextGameConfig.max_steps
+        TextWorldConfig.max_steps TrainConfig.logprob_block_size VerifiersConfig.num_tasks
     """,
     "from 0 to 1": """
         CispoLossConfig.clip_low GaeConfig.gamma GaeConfig.lam GigpoConfig.gamma RandomRewardConfig.probability
@@ -98,6 +98,9 @@ RANGES = {
     "above 0, or set overlong.buffer: 0 to disable the penalty": """
         OverlongConfig.factor
     """,
+    "at least 0 and below 0.5": """
+        PreferenceLossConfig.label_smoothing
+    """,
     "above 1, or null": """
         PpoClipLossConfig.dual_clip
     """,
@@ -111,7 +114,7 @@ RANGES = {
         SamplingConfig.temperature
     """,
     "at least 2": """
-        ArithmeticConfig.terms BatchConfig.max_length
+        ArithmeticConfig.terms BatchConfig.max_length PairBatchConfig.max_length
     """,
     "at least 2, one to fall back to": """
         CheckpointConfig.keep_last

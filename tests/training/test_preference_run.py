@@ -1,0 +1,223 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Runs of `marin_rl.dpo` on pairs of sums, which compile the same programs."""
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import yaml
+
+from marin_rl.learner.policy_model import load_hf_policy
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from tests.fork_server import popen
+from tests.tiny_run import TINY, TinyRun, changed, interrupted_after, outcome
+from tests.tiny_run import _learner as shared_learner
+
+PAIRS = [
+    {"prompt": f"{a}+{b}", "chosen": str(a + b), "rejected": str(a + b + (-1) ** a * (b + 1))}
+    for a in range(4, 8)
+    for b in range(3)
+]
+SHARED = ("seed", "model", "optimizer", "trainer")
+
+
+def make_run(folder: Path, **changes: Any) -> TinyRun:
+    """Create a run that has not started; `changes` are values by dotted key, with `__` for dots."""
+    folder.mkdir(exist_ok=True)
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in PAIRS))
+    run = TinyRun(folder / "run", folder / "tiny.yaml")
+    settings = {
+        **{name: TINY[name] for name in SHARED},
+        "run_dir": str(run.path),
+        "preferences": {"path": str(folder / "pairs.jsonl"), "held_out_path": str(folder / "pairs.jsonl")},
+        "batch": {"size": 5, "max_length": 12},
+        "loss": {"beta": 0.5, "label_smoothing": 0.1},
+        "num_steps": 6,
+        "evaluation": {"every": 1},
+        "checkpoint": {"every": 1, "keep_every": 1},
+    }
+    config = changed(settings, {name.replace("__", "."): value for name, value in changes.items()})
+    run.config.write_text(yaml.safe_dump(config, sort_keys=False))
+    return run
+
+
+def train(run: TinyRun, *more: str) -> int:
+    """Run the command in this process; runs with equal settings share the program of an update."""
+    from marin_rl import supervised_parts
+    from marin_rl.dpo import main
+
+    with mock.patch.object(supervised_parts, "Learner", shared_learner):
+        return main([*run.argv, *more])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    run = make_run(tmp_path_factory.mktemp("dpo") / "finished")
+    assert train(run) == 0
+    return run
+
+
+def test_first_loss_is_log_2(finished: TinyRun) -> None:
+    start, first, *_ = finished.records()
+    assert start["eval/held_out/loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["loss/total"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_margins_rise_and_the_loss_falls(finished: TinyRun) -> None:
+    last = finished.records()[-1]
+    assert last["eval/held_out/loss/dpo"] < math.log(2) - 0.02
+    assert last["eval/held_out/rewards/margins"] > 0.05
+    assert last["eval/held_out/rewards/margins"] == pytest.approx(
+        last["eval/held_out/rewards/chosen"] - last["eval/held_out/rewards/rejected"], abs=1e-6
+    )
+    assert last["eval/held_out/rewards/accuracies"] > 0.5
+
+
+def test_held_out_metrics_are_those_of_the_next_update(tmp_path: Path) -> None:
+    """The held-out pairs are the batch of every update, which is measured with the weights before it."""
+    run = make_run(tmp_path / "whole", batch__size=len(PAIRS), num_steps=3)
+    assert train(run) == 0
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
+    for before, after in zip(run.records()[1:], run.records()[2:], strict=False):
+        assert before["eval/held_out/loss/dpo"] == pytest.approx(after["loss/dpo"], abs=1e-5)
+        for name in (*names, "logps/rejected"):
+            assert before[f"eval/held_out/{name}"] == pytest.approx(after[name], abs=1e-4), name
+
+
+def test_every_pair_is_used_once_per_epoch(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "epochs", num_steps=0, epochs=1.5, evaluation__every=0)
+    assert train(run) == 0
+    assert [record["epoch"] for record in run.records()[1:]] == [5 / 12, 10 / 12, 15 / 12, 20 / 12]
+    assert yaml.safe_load((run.path / "config.yaml").read_text())["num_steps"] == 4
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_resumed_run_is_bit_equal(finished: TinyRun, tmp_path: Path, step: int) -> None:
+    resumed = interrupted_after(finished, step, tmp_path / "copy")
+    assert train(resumed) == 0
+    assert outcome(resumed) == outcome(finished)
+
+
+@pytest.mark.medium
+def test_killed_run_resumes_bit_equal(finished: TinyRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "killed")
+    command = [sys.executable, "-m", "marin_rl.dpo", *run.argv]
+    with (tmp_path / "output.txt").open("w") as output:
+        process = popen(command, stdout=output, env=dict(os.environ))
+    while len(run.steps()) < 3:
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 0 < max(run.steps()) < 6
+    assert train(run) == 0
+    assert outcome(run) == outcome(finished)
+
+
+def test_reference_is_kept_with_the_first_checkpoint_only(finished: TinyRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "kept", checkpoint__keep_every=0, checkpoint__every=2)
+    assert train(run) == 0
+    assert run.steps() == [0, 4, 6]
+    with (
+        np.load(run.checkpoint(0) / "reference_logprobs.npz") as stored,
+        np.load(finished.checkpoint(0) / "reference_logprobs.npz") as expected,
+    ):
+        assert stored["logprobs"].tobytes() == expected["logprobs"].tobytes()
+    assert not (run.checkpoint(6) / "reference_logprobs.npz").exists()
+
+
+@pytest.fixture(scope="module")
+def from_base(finished: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
+    """Runs from the weights of another run, of all weights and of an adapter."""
+    folder, base = tmp_path_factory.mktemp("base"), {"model": None, "initialize_from": str(finished.path)}
+    runs = {
+        "all": make_run(folder / "all", **base, num_steps=1),
+        "adapter": make_run(folder / "adapter", **base, lora={"rank": 2, "alpha": 4}, optimizer__learning_rate=5e-2),
+    }
+    assert [train(run) for run in runs.values()] == [0, 0]
+    return runs
+
+
+@pytest.mark.medium
+def test_the_base_of_an_adapter_is_the_reference(from_base: dict[str, TinyRun]) -> None:
+    files = [(run.checkpoint(0) / "reference_logprobs.npz").read_bytes() for run in from_base.values()]
+    assert files[0] == files[1]
+    _, first, *_, last = from_base["adapter"].records()
+    assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["eval/held_out/rewards/margins"] > 0.05
+
+
+@pytest.mark.medium
+def test_resumed_run_of_an_adapter_is_bit_equal(from_base: dict[str, TinyRun], tmp_path: Path) -> None:
+    resumed = interrupted_after(from_base["adapter"], 2, tmp_path / "copy")
+    assert train(resumed) == 0
+    assert outcome(resumed) == outcome(from_base["adapter"])
+
+
+def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "dry")
+    assert train(run, "--dry_run") == 0
+    printed = capsys.readouterr().out
+    assert "12 rows with 193 tokens, 49 with loss; 12 rows are held out" in printed
+    assert "the run starts from the beginning" in printed
+    assert not run.path.exists()
+
+
+def test_changed_pairs_are_refused(finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = interrupted_after(finished, 4, tmp_path / "copy")
+    pairs = finished.path.parent / "pairs.jsonl"
+    text = pairs.read_text()
+    try:
+        pairs.write_text(text.replace('"chosen": "4"', '"chosen": "6"', 1))
+        assert train(resumed) == 1
+        assert "files of the run were changed" in capsys.readouterr().err
+        assert train(resumed, "--accept_changes") == 1
+        assert "the pairs are not those whose reference is in" in capsys.readouterr().err
+    finally:
+        pairs.write_text(text)
+
+
+def test_packing_does_not_change_a_run(finished: TinyRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "packed", batch__packing=True, trainer__per_device_parallelism=2)
+    assert train(run) == 0
+    for found, expected in zip(run.records()[1:], finished.records()[1:], strict=True):
+        for name in ("loss/dpo", "rewards/margins", "logps/chosen", "eval/held_out/loss/dpo"):
+            assert found[name] == pytest.approx(expected[name], abs=1e-4), name
+
+
+def test_export_holds_the_trained_weights(tiny, trainer, finished: TinyRun) -> None:
+    policy = load_hf_policy(str(finished.path / "hf"), ChatTokenizer(byte_tokenizer()), trainer, None)
+    norms = {path: float(np.abs(array).sum()) for path, array in tiny.arrays_by_path(policy).items()}
+    assert norms
+    assert (finished.path / "curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch__long_sequences": "truncate"}, "batch.long_sequences is truncate, but a cut answer"),
+        ({"trainer__per_device_parallelism": 1, "batch__packing": False}, "both answers of a pair must fit"),
+        ({"batch__max_length": 7}, "pairs.jsonl:1: a sequence has 8 tokens"),
+        ({"loss__beta": 0}, "loss.beta"),
+        ({"loss__label_smoothing": 0.5}, "loss.label_smoothing"),
+        ({"preferences__path": "absent.jsonl"}, "preferences.path is 'absent.jsonl', which does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    assert train(make_run(tmp_path / "run", **changes)) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in "".join(lines)
+    assert len(lines) == 1
