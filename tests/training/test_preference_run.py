@@ -3,6 +3,7 @@
 
 """Runs of `marin_rl.dpo` on pairs of sums, which compile the same programs."""
 
+import dataclasses
 import json
 import math
 import os
@@ -20,8 +21,9 @@ from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.fork_server import popen
-from tests.tiny_run import TINY, TinyRun, changed, interrupted_after, outcome
+from tests.tiny_run import TINY, TinyRun, changed, interrupted_after, outcome, without_timings
 from tests.tiny_run import _learner as shared_learner
+from tests.training_hosts import hosts, started
 
 PAIRS = [
     {"prompt": f"{a}+{b}", "chosen": str(a + b), "rejected": str(a + b + (-1) ** a * (b + 1))}
@@ -163,6 +165,21 @@ def test_resumed_run_of_an_adapter_is_bit_equal(from_base: dict[str, TinyRun], t
     resumed = interrupted_after(from_base["adapter"], 2, tmp_path / "copy")
     assert train(resumed) == 0
     assert outcome(resumed) == outcome(from_base["adapter"])
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(tmp_path: Path) -> None:
+    """Each process scores the reference and packs the batches itself, and feeds its rows."""
+    settings = {"num_steps": 3, "trainer__per_device_parallelism": 2}
+    runs = {count: make_run(tmp_path / str(count), **settings) for count in (1, 2)}
+    trained = [host for count, run in runs.items() for host in hosts(run, count, devices=4 // count)]
+    processes = [dataclasses.replace(host, program="marin_rl.dpo") for host in trained]
+    with started(processes):
+        assert [host.end() for host in processes] == [0, 0, 0], [host.output.read_text() for host in processes]
+    for found, expected in zip(runs[2].records(), runs[1].records(), strict=True):
+        for name, value in without_timings(expected).items():
+            if not name.endswith("accuracies"):  # ties before the first update
+                assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
 def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
