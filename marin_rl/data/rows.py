@@ -106,10 +106,11 @@ def form_of(row: Row, forms: Sequence[Form] = ROW_FORMS) -> Form:
             return form
     columns = [column for form in forms for column in form.value]
     given = [column for column, value in row.values.items() if value is not None]
+    unknown = [column for column in given if column not in columns]
     needed = ", or ".join(" and ".join(form.value) for form in forms)
     raise ValueError(
         f"{row.where}: the row has the columns {', '.join(map(repr, given)) or 'none'}, but needs {needed}; "
-        f"{nearest(given[0], columns) if given else 'add one'}"
+        f"{nearest(unknown[0], columns) if unknown else 'add what is missing'}"
     )
 
 
@@ -181,7 +182,7 @@ def read_messages(row: Row, column: str) -> list[Message]:
         ValueError: if it is not valid; the message names the row, the column and the message.
     """
     value = row.values[column]
-    if isinstance(value, str):
+    if isinstance(value, str) and column != "messages":
         if not value.strip():
             raise ValueError(f"{row.where}: column {column!r} is empty; fill it or remove the row")
         return [Message(role="user" if column == "prompt" else "assistant", content=value)]
@@ -283,4 +284,6 @@ def _integers(row: Row, column: str) -> np.ndarray:
     values = row.values[column]
     if not isinstance(values, list) or not values or not all(isinstance(value, int) for value in values):
         raise ValueError(f"{row.where}: column {column!r} holds {values!r:.200}; it must be a list of integers")
+    if max(map(abs, values)) >= 2**31:
+        raise ValueError(f"{row.where}: column {column!r} holds {max(values, key=abs)}, which is no id of a token")
     return np.array(values, np.int64)

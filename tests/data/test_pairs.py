@@ -166,6 +166,10 @@ BAD = {
         {"prompt": "1+1=", "chosen": "2"},
         "but needs chosen and rejected",
     ),
+    "other columns": (
+        {"instruction": "1+1=", "chosen_response": "2", "rejected_response": "3"},
+        "the row has the columns 'instruction', 'chosen_response', 'rejected_response', but needs chosen and rejected",
+    ),
     "null": ({"prompt": "1+1=", "chosen": "2", "rejected": None}, "needs chosen and rejected"),
 }
 
@@ -186,3 +190,20 @@ def test_a_long_pair_is_skipped_as_a_whole(chat):
     assert encoded.skipped == 1
     with pytest.raises(ValueError, match=r"line 7: a sequence has 58 tokens, more than batch.max_length, 20"):
         encode_rows(rows, chat, 20, LongSequences.ERROR, (Form.PAIR,))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prompt": "1+1=", "completion": None}, "or input_ids; add what is missing"),
+        ({"messages": json.dumps([PROMPT, RIGHT])}, "column 'messages' holds '[{"),
+        (
+            {"input_ids": [1, 10**12], "labels": [1, 2]},
+            "column 'input_ids' holds 1000000000000, which is no id",
+        ),
+    ],
+)
+def test_odd_rows_without_pairs_are_one_sentence(chat, values, message):
+    with pytest.raises(ValueError, match="^" + re.escape("pairs.jsonl, line 7: ")) as caught:
+        encode_rows([row_of(**values)], chat, 100, LongSequences.ERROR)
+    assert message in str(caught.value)
