@@ -193,6 +193,7 @@ def dry_run_supervised(
     if vocab_size is not None and config.model is not None:
         spec = PolicySpec(config.model, vocab_size, config.trainer, lora=config.lora)
         found.line("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}")
+        found.line("trained", _describe_trained(spec))
         found.attempt(spec.check_adapter)
     found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} rows")
     state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
@@ -456,6 +457,15 @@ def _unchecked(parts: RunParts, state: _DirectoryState | None) -> list[str]:
     return unchecked
 
 
+def _describe_trained(spec: PolicySpec) -> str:
+    if spec.lora is None:
+        return "all parameters"
+    return (
+        f"an adapter of rank {spec.lora.rank}: {spec.num_trained:,} parameters, "
+        f"{spec.num_trained / spec.num_parameters:.2%} of the model's, of {', '.join(spec.lora.targets)}"
+    )
+
+
 def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out_tasks: int) -> list[tuple[str, str]]:
     """Describe the token and step counts of a run.
 
@@ -472,12 +482,6 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
     assert config.model is not None
     rollouts, limits = config.rollouts, config.sampling
     spec = PolicySpec(config.model, vocab_size, config.trainer, lora=config.lora)
-    trained = "all parameters"
-    if config.lora is not None:
-        trained = (
-            f"an adapter of rank {config.lora.rank}: {spec.num_trained:,} parameters, "
-            f"{spec.num_trained / spec.num_parameters:.2%} of the model's, of {', '.join(config.lora.targets)}"
-        )
     per_step, updates = rollouts.rollouts_per_step, config.updates
     evaluations = _count_evaluations(config.evaluation, config.warm_start, config.num_steps)
     microbatches: dict[str, tuple[int, int]] = {}
@@ -497,7 +501,7 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
         critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
     return [
         ("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}"),
-        ("trained", trained),
+        ("trained", _describe_trained(spec)),
         (
             "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",

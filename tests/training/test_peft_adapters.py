@@ -4,6 +4,7 @@
 """Adapters of runs in the format of PEFT: exported, and as the start of another run."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from marin_rl.export import main as export
 from marin_rl.models.peft_format import CONFIG, WEIGHTS
 from tests.tiny_run import TinyRun, contents, make_run
+from tests.training.test_supervised_run import make as make_sft_run
 
 pytestmark = pytest.mark.medium
 
@@ -145,6 +147,30 @@ def test_a_run_continues_from_an_exported_adapter(
     # The reference is the base with the adapter that was read: no distance but rounding, unlike from the base alone.
     assert abs(run.records()[1]["loss/kl_avg"]) < 1e-6
     assert last["loss/kl_avg"] > 1e-4
+
+
+def test_supervised_training_continues_from_an_exported_adapter(
+    base: Path, lora_run: TinyRun, adapter: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {name: SETTINGS[name] for name in ("model", "checkpoint")}
+    section = {**SETTINGS["lora"], "adapter": str(adapter)}
+    run = make_sft_run(tmp_path, initialize_from=str(base), lora=section, epochs=1, **settings)
+    assert run.train("--dry_run") == 0
+    assert re.search(
+        r"trained +an adapter of rank 2: \d+ parameters, .* of q_proj, o_proj, up_proj", capfd.readouterr().out
+    )
+    assert run.train("--dry_run", "--lora.rank", "3") == 1
+    assert "set lora.rank: 2 and lora.alpha: 3.0" in capfd.readouterr().err
+    assert run.train() == 0
+    expected, first, last = saved_adapter(lora_run, 2), saved_adapter(run, 0), saved_adapter(run, 3)
+    assert first.keys() == last.keys() == expected.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+        assert not np.array_equal(last[name], array)
+    assert export(["--run", str(run.path), "--output", str(tmp_path / "adapter"), "--adapter"]) == 0
+    found = load_file(tmp_path / "adapter" / WEIGHTS)
+    assert {array.size for array in found.values()} == {array.size for array in last.values()}
+    assert sorted(map(np.sum, found.values())) == pytest.approx(sorted(map(np.sum, last.values())), abs=1e-4)
 
 
 def test_an_adapter_is_exported_without_its_base(lora_run: TinyRun, adapter: Path, base: Path, tmp_path: Path) -> None:
