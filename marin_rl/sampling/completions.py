@@ -124,17 +124,16 @@ def most_likely_logprob(response: object, index: int) -> float | None:
     return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
 
 
-def echo_body(model: str, prompts: Sequence[Sequence[int]] | str) -> dict[str, Any]:
+def echo_body(model: str, prompts: Sequence[Sequence[int] | str]) -> dict[str, Any]:
     """Build the JSON body of a request for the log-probabilities of prompts, without new tokens.
 
     Args:
         model: name of the model on the server.
-        prompts: tokens of each prompt, or a text, which the server tokenizes.
+        prompts: tokens of each prompt, or texts, which the server tokenizes.
     """
-    listed = prompts if isinstance(prompts, str) else [list(prompt) for prompt in prompts]
     return {
         "model": model,
-        "prompt": listed,
+        "prompt": [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts],
         "max_tokens": 0,
         "echo": True,
         "logprobs": 0,

@@ -4,7 +4,9 @@
 """Log-probabilities of given tokens on a server: prompts that OpenAI's completions protocol echoes."""
 
 import asyncio
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Sized
+from typing import Any, TypeVar
 
 import httpx
 from transformers import PreTrainedTokenizerBase
@@ -14,16 +16,16 @@ from marin_rl.sampling.completions import echo_body, read_echo
 from marin_rl.sampling.sampler import SamplerError
 from marin_rl.utils.event_loop import gather_all
 
+T = TypeVar("T", bound=Sized)
+
 MAX_PROMPTS = 16
 """Maximum number of prompts in a request."""
 MAX_TOKENS = 32_768
 """Maximum number of tokens of the prompts of a request, unless it has only one."""
 _CONCURRENT = 8
 """Number of requests at a time."""
-_PROBE = (
-    "The 3 quick foxes aren't 12.75% faster (x² ≤ 4);\n\tdéjà-vu → 東京 Привет 🙂 def f(a_b): return {'k': a_b**2}\n\n"
-)
-"""A text that few tokenizers divide in the same way."""
+_PROBE = "The 3 quick foxes aren't 12.75% faster (x² ≤ 4);\n\tdéjà-vu → 東京 Привет 🙂 f(a_b) = {'k': a**2}\n\n #"
+"""A text whose words few tokenizers divide in the same way."""
 _PROBED_TOKENS = 64
 """Number of added tokens that are compared."""
 
@@ -40,21 +42,28 @@ class PromptScorer:
         """
         self._http, self._model = client, model
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Verify that the server divides a text with added tokens as a tokenizer does.
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        """Verify that the server divides words and added tokens as a tokenizer does.
+
+        Args:
+            tokenizer: the tokenizer of the policy.
+            max_length: words with more tokens are left out.
 
         Raises:
             SamplerError: if it does not, or returns no log-probs of prompts.
         """
         added = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items())]
-        text = _PROBE + "".join(added[:_PROBED_TOKENS])
-        [(tokens, _)] = asyncio.run(self._ask([echo_body(self._model, text)], [1]))[0]
-        if tokens != (expected := tokenizer(text)["input_ids"]):
-            first = next((i for i, pair in enumerate(zip(tokens, expected, strict=False)) if pair[0] != pair[1]), -1)
-            raise SamplerError(
-                f"the server of reference divides a text into other tokens than the policy's tokenizer (from token "
-                f"{first} on): a teacher scores the tokens of the policy, so serve a model with the same tokenizer"
-            )
+        texts = [*re.findall(r"\s*\S+", _PROBE), *added[:_PROBED_TOKENS]]
+        expected = {text: tokenizer(text)["input_ids"] for text in texts}
+        parts = divide([text for text in texts if len(expected[text]) <= max_length])
+        for part, answer in zip(parts, self._ask(parts), strict=True):
+            for text, (tokens, _) in zip(part, answer, strict=True):
+                if tokens != expected[text]:
+                    raise SamplerError(
+                        f"the server of reference divides {text!r} into the tokens {tokens}, but the policy's "
+                        f"tokenizer into {expected[text]}: a teacher scores the tokens of the policy, so serve a model "
+                        "with the same tokenizer"
+                    )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Compute the log-probs of all tokens of sequences, one after another; 0 for the first token of each.
@@ -63,7 +72,7 @@ class PromptScorer:
             SamplerError: if the server rejects a request, returns an invalid response, or does not respond.
         """
         parts = divide(sequences)
-        answers = asyncio.run(self._ask([echo_body(self._model, part) for part in parts], [*map(len, parts)]))
+        answers = self._ask(parts)
         logprobs: list[float] = []
         for index, (part, answer) in enumerate(zip(parts, answers, strict=True)):
             for sequence, (tokens, values) in zip(part, answer, strict=True):
@@ -75,25 +84,29 @@ class PromptScorer:
                 logprobs += values
         return logprobs
 
-    async def _ask(self, bodies: Sequence[dict], counts: Sequence[int]) -> list[list[tuple[list[int], list[float]]]]:
-        """Post requests, some at a time, and return tokens and log-probs of the prompts of each."""
-        free = asyncio.Semaphore(_CONCURRENT)
+    def _ask(self, parts: Sequence[Sequence[Any]]) -> list[list[tuple[list[int], list[float]]]]:
+        """Post a request for each part, some at a time, and return tokens and log-probs of its prompts."""
 
-        async def ask(client: httpx.AsyncClient, index: int) -> list[tuple[list[int], list[float]]]:
+        async def ask(client: httpx.AsyncClient, free: asyncio.Semaphore, index: int) -> list[Any]:
             async with free:
-                return read_echo(await self._http.post(client, index, bodies[index]), index, counts[index])
+                answer = await self._http.post(client, index, echo_body(self._model, parts[index]))
+                return read_echo(answer, index, len(parts[index]))
 
-        async with self._http.open() as client:
-            return await gather_all([ask(client, index) for index in range(len(bodies))])
+        async def ask_all() -> list[list[Any]]:
+            async with self._http.open() as client:
+                free = asyncio.Semaphore(_CONCURRENT)
+                return await gather_all([ask(client, free, index) for index in range(len(parts))])
+
+        return asyncio.run(ask_all())
 
 
-def divide(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Divide prompts into requests, in order.
+def divide(prompts: Sequence[T]) -> list[list[T]]:
+    """Divide prompts, which are texts or tokens, into requests, in order.
 
     >>> [len(part) for part in divide([[1, 2]] * 20)]
     [16, 4]
     """
-    parts: list[list[Sequence[int]]] = []
+    parts: list[list[T]] = []
     size = 0
     for prompt in prompts:
         size += len(prompt)

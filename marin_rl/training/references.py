@@ -133,7 +133,8 @@ def _open_server(parts: RunParts, server: ServerReferenceConfig) -> ScoreReferen
         "reference", server.base_url, api_key_env=server.api_key_env, timeout=server.timeout, retry=server.retry
     )
     scorer = PromptScorer(client, server.model)
-    multihost.on_main(lambda: scorer.check_tokenizer(parts.tokenizer.tokenizer))
+    length = parts.config.rollouts.max_length
+    multihost.on_main(lambda: scorer.check_tokenizer(parts.tokenizer.tokenizer, length))
 
     def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
         bounds = itertools.pairwise(batch.sequence_offsets.tolist())

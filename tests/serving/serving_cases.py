@@ -84,6 +84,7 @@ def serving(
     drain_seconds: float = TIMEOUT,
     client_seconds: float = TIMEOUT,
     send_buffer: int | None = None,
+    context: int = CONTEXT,
     **options: Any,
 ) -> Iterator[Serving]:
     """Serve until the end of the block; fails if the server leaves sequences behind.
@@ -94,9 +95,10 @@ def serving(
         drain_seconds: as in `HttpServer`.
         client_seconds: as in `listen` and `HttpServer`.
         send_buffer: bytes that the kernel holds of each response; its default if None.
+        context: maximum number of tokens of a sequence.
         options: other arguments of `Server`.
     """
-    limits = RequestLimits(CONTEXT, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids), 13)
+    limits = RequestLimits(context, MAX_NEW, 64, TOKENIZER.vocab_size, frozenset(TOKENIZER.stop_token_ids), 13)
     values = {"max_sequences": 4096, "max_body_bytes": 100_000, "client_seconds": client_seconds, **options}
     engine = Engine(sampler, TOKENIZER.decode_reply)
     app = Server(engine, TOKENIZER, limits, model="policy", key=key, **values).app()

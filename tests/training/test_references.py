@@ -35,7 +35,7 @@ from marin_rl.training.replay import FakeShape, make_groups
 from marin_rl.types import RolloutGroup
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.timing import PhaseTimer
-from tests.serving.serving_cases import CONTEXT, TOKENIZER, serving, tiny_sampler
+from tests.serving.serving_cases import TOKENIZER, serving, tiny_sampler
 from tests.tiny_run import TinyRun, interrupted_after, outcome
 from tests.training.reopened_run import config_of, reopen
 
@@ -167,8 +167,9 @@ def test_each_environment_has_its_teacher(finished_run: TinyRun, teacher: Any):
 @pytest.mark.medium
 def test_our_server_gives_the_log_probs_of_a_local_teacher(finished_run: TinyRun, teacher: Any):
     trainer = RunParts.start(config_of(finished_run)).trainer
-    score = prompt_scorer(teacher[1], trainer, CONTEXT, TOKENIZER.pad_token_id)
-    with serving(tiny_sampler(), score=score) as server:
+    score = prompt_scorer(teacher[1], trainer, 12, TOKENIZER.pad_token_id)
+    # A context of 12 tokens is enough for rollouts of at most 12 tokens.
+    with serving(tiny_sampler(), score=score, context=12) as server:
         run = distilled(finished_run, ServerReferenceConfig(f"{server.url}/v1", "policy"))
         np.testing.assert_allclose(scores(run), logprobs(teacher[1]), atol=1e-5)
 
