@@ -23,6 +23,7 @@ from draccus.utils import is_choice_type
 
 from marin_rl import evaluate, export, plan, replay, serve, train
 from marin_rl.config.command_line import merge, parse_config
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
@@ -108,8 +109,10 @@ def test_yaml_decodes(text: str, extending: None) -> None:
     if text.startswith("tpu_name:"):
         assert decode(TpuConfig, parse_yaml(text, "the page"))
         return
-    config = whole_config(text)
-    for section in parse_yaml(text, "the page"):
+    values = parse_yaml(text, "the page")
+    kind = RunKind.of(values)
+    config: Any = whole_config(text) if kind is RunKind.TRAIN else decode(kind.config, values)
+    for section in values:
         assert getattr(config, section) is not None
 
 
@@ -212,8 +215,11 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
             train.main(argv)
     elif module == "marin_rl.train":
         assert parse_config(TrainConfig, argv, train.FLAGS).config.run_dir
+    elif module in ("marin_rl.sft", "marin_rl.dpo"):
+        kind = RunKind(module.removeprefix("marin_rl."))
+        assert parse_config(kind.config, argv, train.FLAGS).config.run_dir
     elif module == "marin_rl.export":
-        assert parse_config(export.ExportRunConfig, argv).config.run
+        assert parse_config(export.ExportRunConfig, argv, export.FLAGS).config.run
     elif module == "marin_rl.launch":
         check_launch(argv)
     elif module == "marin_rl.replay":
