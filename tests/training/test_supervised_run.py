@@ -190,8 +190,10 @@ def test_packed_rows_and_microbatches_do_not_change_the_run(finished: SftRun, tm
         folder.mkdir()
         run = make(folder, num_steps=3, evaluation__every=0, **changes)
         assert run.train() == 0
-        for found, expected in zip(run.records(), finished.records()[:4], strict=True):
+        for step, (found, expected) in enumerate(zip(run.records(), finished.records()[:4], strict=True)):
             for metric in ("loss/ce_avg", "grad_norm"):
                 if metric in found:
-                    np.testing.assert_allclose(found[metric], expected[metric], rtol=1e-5)
+                    # Later losses also differ by the rounding of Adam's steps.
+                    rtol = 1e-6 if step == 1 else 1e-5
+                    np.testing.assert_allclose(found[metric], expected[metric], rtol=rtol)
     shutil.rmtree(tmp_path)
