@@ -90,9 +90,14 @@ def _check_teacher_context(config: AbstractRunConfig) -> Iterator[str]:
 
 
 def _check_targets(config: AbstractRunConfig) -> Iterator[str]:
-    if config.lora is not None and config.model is not None and not any(model_problems(config.model)):
-        check_targets(config.model, config.lora.targets)
-    yield from ()
+    if config.lora is None or config.model is None or any(model_problems(config.model)):
+        return
+    check_targets(config.model, config.lora.targets)
+    if config.lora.rank > (size := config.model.Embed.size):
+        yield (
+            f"lora.rank is {config.lora.rank}, but the model has a hidden size of {size}, so the adapter would be "
+            "larger than the weights; lower lora.rank, or set lora: null to train all weights"
+        )
 
 
 def _check_optimizer(config: AbstractRunConfig) -> Iterator[str]:

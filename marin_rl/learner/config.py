@@ -8,7 +8,7 @@ import enum
 from typing import Annotated
 
 import jax.numpy as jnp
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import STORAGE_PATH
@@ -24,7 +24,7 @@ class LoraConfig(ConfigSection):
 
     rank: Annotated[int, Ge(1)] = 16
     """Rank of the product `A B`."""
-    alpha: Annotated[float, Gt(0)] = 32.0
+    alpha: Annotated[float, Gt(0), Lt(10**6)] = 32.0
     """The product is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),

@@ -372,6 +372,11 @@ LEVANTER: dict[str, Mistake] = {
     ),
     "adapter without weights": _of("--lora.rank 4", "lora is set, but initialize_from is not", "or lora: null"),
     "rank": _of("--lora.rank 0 --initialize_from .", "lora.rank is 0", "at least 1"),
+    "rank above the hidden size": _of(
+        "--lora.rank 4096 --initialize_from .",
+        "lora.rank is 4096, but the model has a hidden size of",
+        "lower lora.rank",
+    ),
     "no targets": _of("--lora.targets [] --initialize_from .", "lora.targets is empty", "[q_proj, v_proj]"),
     "target": _of(
         "--lora.targets [q_proj,k_prj] --initialize_from .", "'k_prj' names no module", "did you mean 'k_proj'"

@@ -52,7 +52,7 @@ RANGES = {
     """,
     "above 0": """
         CriticConfig.coefficient DistillationConfig.coefficient DpoConfig.epochs ExactKlConfig.beta
-        JudgeCriterion.weight LlmJudgeConfig.timeout_seconds LoraConfig.alpha MaskMismatchConfig.cap
+        JudgeCriterion.weight LlmJudgeConfig.timeout_seconds MaskMismatchConfig.cap
         MathVerifyConfig.timeout ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout PreferenceLossConfig.beta
         RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds
         SandboxConfig.wall_seconds ServerReferenceConfig.timeout SftConfig.epochs TisConfig.cap ToolLimits.max_seconds
@@ -78,7 +78,7 @@ RANGES = {
         ExactKlConfig.mixture
     """,
     "above 0 and below 1000000": """
-        ServeConfig.client_seconds ServeConfig.drain_seconds
+        LoraConfig.alpha ServeConfig.client_seconds ServeConfig.drain_seconds
     """,
     "above 0, or null": """
         CriticConfig.clip SamplingConfig.max_cache_gib
