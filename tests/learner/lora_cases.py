@@ -21,7 +21,7 @@ from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from tests import tiny_learner as tiny
 
 STEPS = 5
-LORA = LoraConfig(rank=4, alpha=8.0)
+LORA = LoraConfig(rank=4, alpha=8.0, targets=(*LoraConfig().targets, "lm_head"))
 PRECISIONS = ("p=f32,c=f32", "p=f32,c=bf16")
 
 
