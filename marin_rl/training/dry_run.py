@@ -16,7 +16,7 @@ from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import DpoConfig, TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
@@ -233,7 +233,7 @@ def _directory_state(config: AbstractRunConfig, *, accept_changes: bool, named: 
             return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
         progress, files, checkpoint = loaded
         compare_on_resume(files, checkpoint.path, digest_inputs(config), accept=accept_changes)
-        if isinstance(config, TrainConfig) and config.needs_initial_policy:
+        if config.needs_initial_policy if isinstance(config, TrainConfig) else isinstance(config, DpoConfig):
             checkpoints.open(0)
     except StorageError as error:
         # A machine without access to the store can check the config of a run on other machines.

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -189,6 +190,14 @@ def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "12 rows with 193 tokens, 49 with loss; 12 rows are held out" in printed
     assert "the run starts from the beginning" in printed
     assert not run.path.exists()
+
+
+def test_a_lost_reference_is_reported(finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = interrupted_after(finished, 4, tmp_path / "copy")
+    shutil.rmtree(resumed.checkpoint(0))
+    for more in ("--dry_run",), ():
+        assert train(resumed, *more) == 1
+        assert f"error: checkpoint {resumed.checkpoint(0)}" in capsys.readouterr().err
 
 
 def test_changed_pairs_are_refused(finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
