@@ -43,6 +43,8 @@ from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, make_run
+from tests.training.test_preference_run import make_run as make_dpo_run
+from tests.training.test_preference_run import train as train_dpo
 from tests.training.test_supervised_run import make as make_sft_run
 
 ROOT = Path(__file__).parent.parent
@@ -405,11 +407,13 @@ def all_records(
     lessons: list[dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
-    """Records of these runs, of a plain one, of an asynchronous one and of a supervised one."""
+    """Records of these runs, of a plain one, of an asynchronous one, and of ones on data."""
     ahead = records(finished_run, tmp_path_factory.mktemp("ahead"), mode="async")
     supervised = make_sft_run(tmp_path_factory.mktemp("supervised"), num_steps=2)
     assert supervised.train() == 0
-    return [*finished_run.records(), *everything, *lessons, *ahead, *supervised.records()]
+    preferred = make_dpo_run(tmp_path_factory.mktemp("preferred"), num_steps=2)
+    assert train_dpo(preferred) == 0
+    return [*finished_run.records(), *everything, *lessons, *ahead, *supervised.records(), *preferred.records()]
 
 
 NOT_ON_A_CPU = {"mfu"}
@@ -425,6 +429,8 @@ def test_runs_log_exactly_the_defined_metrics_within_their_ranges(all_records: l
     logged, undefined, outside = set[str](), set[str](), []
     for name, value in {(name, value) for record in all_records for name, value in record.items()}:
         plain = name.removeprefix(STARTING_POINT)
+        # Held-out pairs have the metrics of a batch of pairs.
+        plain = plain if plain in defined else plain.removeprefix("eval/held_out/")
         known = [known for known in defined if re.fullmatch(pattern(known), plain)]
         logged |= {definition for definition in known if re.fullmatch(pattern(definition), name)}
         undefined |= set() if known else {name}
