@@ -131,7 +131,7 @@ def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
     def start(*_: object) -> None:
         raise AssertionError("devices were started")
 
-    monkeypatch.setattr("marin_rl.run_parts.start_devices", start)
+    monkeypatch.setattr("marin_rl.model_parts.start_devices", start)
     run = copy_of(finished_run, tmp_path / "copy")
     for path in run.path.rglob("*"):
         os.utime(path, (1, 1))
