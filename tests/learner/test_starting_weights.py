@@ -265,8 +265,8 @@ def rename_reserved(saved: dict) -> None:
 def starting_from(source: str, folder: Path, path: str | None = None) -> TrainConfig:
     """A config that has not started."""
     return TrainConfig(
-        ArithmeticConfig(),
-        str(folder / "run"),
+        environment=ArithmeticConfig(),
+        run_dir=str(folder / "run"),
         initialize_from=source,
         tokenizer=TokenizerConfig(path),
         rollouts=RolloutConfig(max_length=16),
@@ -313,7 +313,12 @@ def test_the_tokenizer_of_an_address_is_copied_without_the_weights(tmp_path: Pat
 
 
 def test_a_hub_name_names_the_tokenizer_too_without_the_run_directory(monkeypatch: pytest.MonkeyPatch):
-    config = TrainConfig(ArithmeticConfig(), "memory://bucket/run", LlamaConfig(), initialize_from="org/name")
+    config = TrainConfig(
+        environment=ArithmeticConfig(),
+        run_dir="memory://bucket/run",
+        model=LlamaConfig(),
+        initialize_from="org/name",
+    )
     monkeypatch.setattr("marin_rl.training.earlier_run.read_hf_architecture", lambda name, model: model)
     assert resolve_model(config).tokenizer.path == "org/name"
 
