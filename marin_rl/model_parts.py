@@ -100,15 +100,29 @@ class AbstractModelParts(abc.ABC):
     def layout(self) -> RowLayout:
         """Shape of the microbatches."""
 
-    @property
-    @abc.abstractmethod
+    @functools.cached_property
     def learner(self) -> Learner:
         """The learner, for batches in the layout of the run."""
+        return self.make_learner(self.layout, self.base)
 
-    @property
     @abc.abstractmethod
+    def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
+        """Make a learner for batches in a layout.
+
+        Args:
+            layout: shape of a microbatch.
+            base: base of the adapter, or its shapes; None if whole models are trained.
+            teacher: teacher of an exact divergence, or its shapes; None without one.
+        """
+
+    @functools.cached_property
     def scorer(self) -> Scorer:
-        """The scorer of sequences."""
+        """The scorer of sequences, at the temperature of the sampler, which is 1 for data."""
+        return self.make_scorer(self.layout, self.tokenizer.pad_token_id)
+
+    @abc.abstractmethod
+    def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
+        """Make a scorer for batches in a layout."""
 
     @property
     @abc.abstractmethod

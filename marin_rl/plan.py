@@ -34,7 +34,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "python -m marin_rl.plan",
         description="Compile every program of a run for a topology, and report its memory.",
-        epilog="All other arguments are those of marin_rl.train: --config FILE and --key value.",
+        epilog="All other arguments are those of the command that trains: --config FILE and --key value.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -53,12 +53,19 @@ def argument_parser() -> argparse.ArgumentParser:
 def _run(argv: Sequence[str]) -> int:
     arguments, rest = argument_parser().parse_known_args(argv)
     # Imported here because jax and levanter take seconds to import.
+    from marin_rl.config.run_kind import RunKind
     from marin_rl.pods.chips import parse_topology
 
     topology = parse_topology(arguments.topology)
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
 
-    checked = check_command_line(rest, {}, reads_files=False)
+    checked = check_command_line(rest, {}, command=None, reads_files=False)
+    kind = checked.kind
+    for name in ("worker_topology", "prompt_tokens", "answer_tokens"):
+        if kind is not RunKind.TRAIN and getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name} is of runs of marin_rl.train, but this config is of marin_rl.{kind}; leave it out"
+            )
     # Compilation takes minutes.
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
@@ -67,14 +74,16 @@ def _run(argv: Sequence[str]) -> int:
     from marin_rl.pods.report import describe, to_json
     from marin_rl.pods.run_plan import Lengths, complete_model, default_lengths, make_plan
 
-    config, vocab_size = complete_model(parse_run_config(TrainConfig, checked).config, arguments.vocab_size)
-    longest = default_lengths(config)
-    lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
-    if sum(lengths) > config.rollouts.max_length:
-        raise ValueError(
-            f"{lengths.prompt} prompt tokens and {lengths.answer} answer tokens exceed rollouts.max_length, "
-            f"{config.rollouts.max_length}; lower --prompt_tokens or --answer_tokens"
-        )
+    config, vocab_size = complete_model(parse_run_config(kind.config, checked).config, arguments.vocab_size)
+    lengths = None
+    if isinstance(config, TrainConfig):
+        longest = default_lengths(config)
+        lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
+        if sum(lengths) > config.rollouts.max_length:
+            raise ValueError(
+                f"{lengths.prompt} prompt tokens and {lengths.answer} answer tokens exceed rollouts.max_length, "
+                f"{config.rollouts.max_length}; lower --prompt_tokens or --answer_tokens"
+            )
     plan = make_plan(
         config,
         topology,

@@ -254,19 +254,8 @@ class RunParts(AbstractModelParts):
             ce_coefficient=0.0 if self.config.observation_loss is None else self.config.observation_loss.coefficient,
         )
 
-    @functools.cached_property
-    def learner(self) -> Learner:
-        """The learner, for batches in the layout of the run."""
-        return self.make_learner(self.layout, self.base)
-
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
-        """Make a learner for batches in a layout.
-
-        Args:
-            layout: shape of a microbatch.
-            base: base of the adapter, or its shapes; None if whole models are trained.
-            teacher: teacher of an exact divergence, or its shapes; None without one.
-        """
+        """Make a learner for batches in a layout; see `AbstractModelParts`."""
         config = self.config
         capacity = layout.microbatches(math.ceil(config.rollouts.rollouts_per_step / config.updates.minibatches))
         return Learner(
@@ -278,11 +267,6 @@ class RunParts(AbstractModelParts):
             frozen=None if base is None and teacher is None else Frozen(base, teacher),
             decay=next(iter(decays(config.reference)), None) if config.needs_reference else None,
         )
-
-    @functools.cached_property
-    def scorer(self) -> Scorer:
-        """The scorer of rollouts, at the temperature of the sampler."""
-        return self.make_scorer(self.layout, self.tokenizer.pad_token_id)
 
     def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
         """Make a scorer for batches in a layout."""

@@ -5,7 +5,8 @@
 
 import abc
 import dataclasses
-import functools
+
+from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.train_config import DpoConfig, SftConfig
@@ -37,34 +38,28 @@ class AbstractSupervisedParts(AbstractModelParts):
         """Shape of the microbatches."""
         return self.row_layout
 
-    @functools.cached_property
-    def learner(self) -> Learner:
-        """The learner, for batches in the layout of the run."""
+    def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
+        """Make a learner for batches in a layout; see `AbstractModelParts`."""
         return Learner(
             self.trainer,
             self.config.optimizer,
             self.loss,
             num_updates=self.config.num_updates,
-            capacity=self._capacity,
-            frozen=None if self.base is None else Frozen(self.base),
+            capacity=layout.microbatches(self.config.batch.sequences_per_step),
+            frozen=None if base is None else Frozen(base),
         )
 
-    @functools.cached_property
-    def scorer(self) -> Scorer:
-        """The scorer of held-out rows, and of the reference."""
+    def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
+        """Make a scorer of held-out rows, and of the reference."""
         return Scorer(
             self.trainer,
-            self.layout,
-            pad_token_id=self.tokenizer.pad_token_id,
+            layout,
+            pad_token_id=pad_token_id,
             temperature=1.0,
             block_size=self.logprob_block,
-            capacity=self._capacity,
+            capacity=layout.microbatches(self.config.batch.sequences_per_step),
             accuracy=not self.config.trains_on_pairs,
         )
-
-    @property
-    def _capacity(self) -> int:
-        return self.layout.microbatches(self.config.batch.sequences_per_step)
 
 
 @dataclasses.dataclass(frozen=True)

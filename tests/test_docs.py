@@ -22,7 +22,7 @@ import yaml
 from draccus.utils import is_choice_type
 
 from marin_rl import evaluate, export, plan, replay, serve, train
-from marin_rl.config.command_line import merge, parse_config
+from marin_rl.config.command_line import merge, parse_config, read_arguments
 from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
@@ -231,7 +231,7 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
     elif module == "marin_rl.plan":
         arguments, rest = plan.argument_parser().parse_known_args(argv)
         assert parse_topology(arguments.topology).num_chips
-        assert parse_config(TrainConfig, rest).config.model
+        assert parse_config(read_arguments(rest, ()).kind.config, rest).config.model
     elif module == "marin_rl.serve":
         assert parse_config(serve.ServeConfig, argv).config.port
     else:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from marin_rl import plan
+from marin_rl.config.run_kind import RunKind
 from marin_rl.pods.absent_devices import CUDA_PLUGINS
 from tests import fork_server
-from tests.pods.plan_cases import TINY
+from tests.pods.plan_cases import SUPERVISED, TINY
 
 
 @pytest.fixture
@@ -121,6 +122,27 @@ def test_mistakes_are_one_sentence(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.medium
+def test_plan_of_a_run_on_data(tmp_path: Path):
+    """The data need not exist."""
+    file = tmp_path / "sft.yaml"
+    file.write_text(SUPERVISED[RunKind.SFT])
+    done = run_plan("--config", str(file), "--topology", "cpu:1")
+    assert done.returncode == plan.FITS, done.stderr
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[-5:-2]] == ["initial state", "update", "score"]
+
+
+@pytest.mark.parametrize("option", ["worker_topology", "prompt_tokens", "answer_tokens"])
+def test_options_of_rollouts_are_refused_for_data(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "dpo.yaml"
+    file.write_text(SUPERVISED[RunKind.DPO])
+    value = "cpu:1" if option == "worker_topology" else "8"
+    assert plan.main(["--config", str(file), "--topology", "cpu:1", f"--{option}", value]) == 1
+    assert capsys.readouterr().err == (
+        f"error: --{option} is of runs of marin_rl.train, but this config is of marin_rl.dpo; leave it out\n"
+    )
 
 
 @pytest.mark.medium

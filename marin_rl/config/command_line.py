@@ -12,6 +12,7 @@ the class.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -24,7 +25,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -46,6 +47,9 @@ from marin_rl.utils.settings.section_types import (
     section_of,
 )
 from marin_rl.utils.settings.yaml_text import load_yaml, parse_value
+
+if TYPE_CHECKING:
+    from marin_rl.config.run_kind import RunKind
 
 ConfigT = TypeVar("ConfigT")
 
@@ -198,7 +202,7 @@ def parse_run_config(
 
 
 def check_command_line(
-    argv: Sequence[str], flags: Mapping[str, str], command: str = "train", *, reads_files: bool = True
+    argv: Sequence[str], flags: Mapping[str, str], command: str | None = "train", *, reads_files: bool = True
 ) -> "Arguments":
     """Validate the command line of a run's config, or print the overview of `--help`, without importing levanter.
 
@@ -207,7 +211,8 @@ def check_command_line(
     Args:
         argv: arguments of `parse_config`.
         flags: flags of `parse_config`.
-        command: the command that trains, as in [`RunKind`][marin_rl.config.run_kind.RunKind].
+        command: the command that trains, as in [`RunKind`][marin_rl.config.run_kind.RunKind]; None for that of the
+            config.
         reads_files: whether the run will read its input files on this machine, so that they must exist.
 
     Returns:
@@ -228,6 +233,7 @@ def check_command_line(
         from marin_rl.config.input_files import file_problems
         from marin_rl.config.run_kind import RunKind
 
+        command = command or arguments.kind
         settings = RunKind(command).settings
     if arguments.help_section == "":
         sys.stdout.write(overview_text(settings, flags, command, settings.common_keys))
@@ -332,6 +338,13 @@ class Arguments:
     def layers(self) -> list[dict[str, Any]]:
         """Raw values of the config files and the overrides, in the order of increasing precedence."""
         return [*(self.files[path] for path in self.config_paths if path in self.files), self.overrides]
+
+    @property
+    def kind(self) -> "RunKind":
+        """The command of the config, from its keys."""
+        from marin_rl.config.run_kind import RunKind
+
+        return RunKind.of(collections.ChainMap(*self.layers()))
 
 
 def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments:

@@ -44,6 +44,11 @@ class DataConfig(ConfigSection):
     held_out_split: str | None = None
     """Split of a dataset with the held-out rows, such as `test`."""
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether rows are held out."""
+        return bool(self.held_out or self.held_out_path or self.held_out_split)
+
     def __post_init__(self) -> None:
         check_fields(self)
         given = [

@@ -67,7 +67,7 @@ def read_rows(config: DataConfig, key: str) -> Rows:
     if not rows:
         share = f", with {key}.held_out {config.held_out}" if held_out else ""
         raise ValueError(f"{key}.path {config.path!r} has no rows to train on{share}")
-    if not held_out and (config.held_out or config.held_out_path or config.held_out_split):
+    if not held_out and config.holds_out:
         raise ValueError(f"no row of {key} is held out; raise {key}.held_out, or correct the source of held-out rows")
     return Rows(rows, held_out)
 

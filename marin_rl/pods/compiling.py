@@ -144,15 +144,15 @@ def memory_remedy(name: str, run: RunShapes) -> str:
     if name in ("resharding", "sampler weights"):
         return f"raise {_MODEL_AXIS} up to the chips of a host, or use a chip with more memory"
     if name in UNROLLED:
-        halved = max(config.sampling.max_seqs // 2, 1)
-        dtype = "" if config.sampling.kv_cache_dtype != "float32" else ", or sampling.kv_cache_dtype to bfloat16"
+        halved = max(run.rl.sampling.max_seqs // 2, 1)
+        dtype = "" if run.rl.sampling.kv_cache_dtype != "float32" else ", or sampling.kv_cache_dtype to bfloat16"
         return f"set sampling.max_seqs to {halved}{dtype}, or raise {_MODEL_AXIS}"
     if name == "update" and getattr(config.model, "gradient_checkpointing", True) is False:
         return "set model.gradient_checkpointing to true"
     if name in ("update", "score") and rows > 1:
         return f"set trainer.per_device_parallelism to {rows // 2} (now {rows} rows on each device)"
     if name in ("update", "score"):
-        return f"use more chips, raise {_MODEL_AXIS}, or lower rollouts.max_length and logprob_block_size"
+        return f"use more chips, raise {_MODEL_AXIS}, or lower {config.rows.section}.max_length and logprob_block_size"
     return "use more chips, so that each holds a smaller part of weights and optimizer state"
 
 

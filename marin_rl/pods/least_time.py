@@ -14,6 +14,7 @@ import equinox as eqx
 import haliax.nn as hnn
 import jax
 
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.pods.chips import Chip, Number
 from marin_rl.pods.compiling import chip_bytes
 from marin_rl.pods.programs import RunShapes, own_scorings
@@ -23,13 +24,13 @@ class StepSize(NamedTuple):
     """Rollouts of a step, all of one length."""
 
     groups: int
-    """Number of prompts."""
+    """Number of prompts, or of rows of data."""
     rollouts: int
-    """Number of rollouts."""
+    """Number of rollouts, or of sequences of data."""
     prompt_tokens: int
-    """Tokens of a prompt."""
+    """Tokens of a prompt; 0 for data."""
     answer_tokens: int
-    """Sampled tokens of a rollout."""
+    """Sampled tokens of a rollout, or tokens of a sequence of data, all with loss."""
     microbatches: int
     """Microbatches of all updates of a step."""
     updates: int
@@ -57,10 +58,11 @@ def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, flo
     prompts = step.rollouts if group is None else step.rollouts / group.answers
     tokens, context = prompts * step.prompt_tokens + answers, (step.prompt_tokens + step.answer_tokens) / 2
     layers, head = forward_flops(run, tokens, context, 0), forward_flops(run, 0, 0, answers)
-    trunks = 1 if config.critic is None or config.critic.shared_trunk else 2
-    own, reference = own_scorings(config), config.needs_reference
+    rl = config if isinstance(config, TrainConfig) else None
+    trunks = 1 if rl is None or rl.critic is None or rl.critic.shared_trunk else 2
+    own, reference, epochs = own_scorings(config), rl is not None and rl.needs_reference, rl.updates.epochs if rl else 1
     passes = 3 if getattr(config.model, "gradient_checkpointing", True) is False else 4
-    flops = {"update": config.updates.epochs * (passes * trunks * layers + 4 * head)}
+    flops = {"update": epochs * (passes * trunks * layers + 4 * head)}
     if own or reference:
         flops["score"] = own * (trunks * layers + head) + reference * (layers + head)
     peak = run.trainer.device_mesh.size * chip.flops
@@ -88,7 +90,7 @@ def sampler_seconds(run: RunShapes, step: StepSize, chip: Chip, hosts: int) -> d
     peak, slots = run.trainer.device_mesh.size * chip.flops, run.sizes.slots
     prefill = forward_flops(run, step.groups * step.prompt_tokens, step.prompt_tokens / 2, 0)
     context = step.prompt_tokens + step.answer_tokens / 2
-    cached = chip_bytes(run.cache) * min(context / run.config.rollouts.max_length, 1)
+    cached = chip_bytes(run.cache) * min(context / run.rl.rollouts.max_length, 1)
     reading = (decoded_weight_bytes(run) + cached) / chip.memory_bandwidth
     computing = forward_flops(run, slots, context, slots) / peak
     decode_steps = math.ceil(step.rollouts / (slots * hosts)) * step.answer_tokens

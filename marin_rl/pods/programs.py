@@ -22,12 +22,15 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.reference_config import CheckpointReferenceConfig
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.supervised_config import AbstractSupervisedConfig
+from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import placed_shape
+from marin_rl.model_parts import AbstractModelParts
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
@@ -38,6 +41,7 @@ from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conver
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
+from marin_rl.supervised_parts import DpoParts, SftParts
 from marin_rl.training.references import find_teacher
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.utils.levanter_line import shard
@@ -47,8 +51,8 @@ from marin_rl.utils.levanter_line import shard
 class RunShapes:
     """A run on the current devices: everything that determines its programs."""
 
-    config: TrainConfig
-    """Training config; `model` is set."""
+    config: AbstractRunConfig
+    """Config of the run; `model` is set."""
     trainer: AbstractTrainerConfig
     """Mesh, precision and sharding, completed by `start_devices`."""
     layout: RowLayout
@@ -57,9 +61,14 @@ class RunShapes:
     """Number of tokens of the model."""
 
     @functools.cached_property
-    def parts(self) -> RunParts:
+    def parts(self) -> AbstractModelParts:
         """Parts of the run."""
-        return RunParts(self.config, self.trainer)
+        return _parts_class(self.config)(self.config, self.trainer)
+
+    @property
+    def rl(self) -> TrainConfig:
+        """Config of an RL run, for the programs that other runs do not have."""
+        return cast(TrainConfig, self.config)
 
     @property
     def num_layers(self) -> int:
@@ -100,10 +109,10 @@ class RunShapes:
     def teacher(self) -> LmHeadModel | None:
         """Shapes and shardings of the teacher of an exact divergence; None without one."""
         config, policy = self.config, self.parameters
-        if not config.kl.needs_teacher:
+        if not isinstance(config, TrainConfig) or not config.kl.needs_teacher:
             return None
         if isinstance(config.reference, CheckpointReferenceConfig):
-            own, folder = find_teacher(self.parts, config.reference.path)
+            own, folder = find_teacher(cast(RunParts, self.parts), config.reference.path)
             policy = PolicySpec(own.model, read_hf_config(folder).vocab_size, own.trainer).policy
         return self.place(eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, policy))
 
@@ -130,7 +139,7 @@ class RunShapes:
     @functools.cached_property
     def sizes(self) -> SamplerSizes:
         """Sizes of the sampler."""
-        return sampler_sizes(self.config.sampling, self.config.rollouts.max_length, self.trainer)
+        return sampler_sizes(self.rl.sampling, self.rl.rollouts.max_length, self.trainer)
 
     @functools.cached_property
     def sampler_programs(self) -> Programs:
@@ -140,13 +149,13 @@ class RunShapes:
             ValueError: if the KV cache exceeds `sampling.max_cache_gib`.
         """
         model = cast(LmConfig, self.policy.config)
-        check_cache_size(model, self.sizes, self.config.sampling)
+        check_cache_size(model, self.sizes, self.rl.sampling)
         return compile_programs(self.trainer, model, self.sizes, steps=DECODE_STEPS)
 
     @functools.cached_property
     def converted(self) -> CachedModel:
         """Shapes of the weights in the layout for decoding."""
-        form, context = self.sizes.form, self.config.rollouts.max_length
+        form, context = self.sizes.form, self.rl.rollouts.max_length
 
         def convert(policy: LmHeadModel) -> CachedModel:
             return with_cache(self.trainer.mp.cast_to_compute(policy), form, context)
@@ -169,18 +178,26 @@ class RunShapes:
         return haliax.partitioning.set_mesh(cast(Mesh, self.sizes.mesh))
 
 
-def open_shapes(config: TrainConfig, vocab_size: int) -> RunShapes:
+def _parts_class(config: AbstractRunConfig) -> type[AbstractModelParts]:
+    classes: dict[type, type[AbstractModelParts]] = {SftConfig: SftParts, DpoConfig: DpoParts}
+    return classes.get(type(config), RunParts)
+
+
+def open_shapes(config: AbstractRunConfig, vocab_size: int) -> RunShapes:
     """Complete a config for the current devices, as a run does at its start.
 
     Args:
-        config: training config; `model` is set.
+        config: config of the run; `model` is set.
         vocab_size: number of tokens of the model.
 
     Raises:
         ValueError: if the mesh or the rows do not fit the devices.
     """
     section = dataclasses.replace(config.trainer, distributed=DistributedConfig(), require_accelerator=False)
-    parts = RunParts.start(config, section)
+    if not config.num_updates:
+        # Whole epochs are counted when the data is read. The length of the learning-rate schedule changes no memory.
+        config = dataclasses.replace(config, num_steps=10**6)
+    parts = _parts_class(config).start(config, section)
     return RunShapes(config, parts.trainer, parts.layout, vocab_size)
 
 
@@ -206,7 +223,7 @@ def lower_score(run: RunShapes) -> jax.stages.Lowered:
 def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
     """Lower the copy of the policy that workers fetch."""
     arrays = list(named_leaves(run.sent).values())
-    program = copy_program(tuple(leaf.sharding for leaf in cast(Any, arrays)), run.config.weights.sent_dtype)
+    program = copy_program(tuple(leaf.sharding for leaf in cast(Any, arrays)), run.rl.weights.sent_dtype)
     return program.lower(arrays)
 
 
@@ -216,7 +233,7 @@ def lower_sampler_weights(run: RunShapes) -> jax.stages.Lowered:
         with run.use_sampler_mesh():
             return cast(Any, run.sampler_programs.prepare).lower(run.parameters)
     with run.trainer.use_device_mesh():
-        program = conversion_program(run.trainer, run.sizes.form, run.config.rollouts.max_length)
+        program = conversion_program(run.trainer, run.sizes.form, run.rl.rollouts.max_length)
         return cast(Any, program).lower(run.parameters)
 
 
@@ -265,11 +282,11 @@ UNROLLED = ("sampler weights", "resharding", "prefill", "short prefill", "decode
 """Programs with one copy of the code per layer."""
 
 
-def programs_of(config: TrainConfig, hosts: int) -> list[str]:
+def programs_of(config: AbstractRunConfig, hosts: int) -> list[str]:
     """Return the names of the programs that a run executes, in the order of `LOWER`.
 
     Args:
-        config: training config.
+        config: config of the run.
         hosts: number of hosts of the trainer.
 
     >>> from marin_rl.environments import ArithmeticConfig
@@ -277,6 +294,10 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
     >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
     ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
     """
+    if isinstance(config, AbstractSupervisedConfig):
+        scores = config.trains_on_pairs or config.source.holds_out
+        return ["initial state", "update", *(["score"] if scores else [])]
+    assert isinstance(config, TrainConfig)
     builtin = isinstance(config.sampler, LevanterSamplerConfig)
     needed = {
         "initial state": True,
@@ -292,8 +313,10 @@ def programs_of(config: TrainConfig, hosts: int) -> list[str]:
     return [name for name in LOWER if needed[name]]
 
 
-def own_scorings(config: TrainConfig) -> float:
+def own_scorings(config: AbstractRunConfig) -> float:
     """Return how often a step scores its rollouts with the learner, on average: see `BatchBuilder`."""
+    if not isinstance(config, TrainConfig):
+        return 0.0
     store, has_critic = config.rollout_store, config.critic is not None
     if has_critic and config.mode is Mode.ASYNC and config.replay.keep_sampling_weights:
         # Log-probabilities of the weights that sampled, and values of the newest.
@@ -303,14 +326,15 @@ def own_scorings(config: TrainConfig) -> float:
     return 1 / store.every if store.learner_logprobs and store.every else 0.0
 
 
-def _batch(layout: RowLayout, config: TrainConfig | None = None) -> RlExample:
+def _batch(layout: RowLayout, config: AbstractRunConfig | None = None) -> RlExample:
     """Return a microbatch without content; with the streams of a config."""
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
     shape = [axis.size for axis in axes]
+    rl = config if isinstance(config, TrainConfig) else None
     optional = {
         "prompt_segment_ids": layout.group is not None,
-        "ce_weights": config is not None and config.observation_loss is not None,
-        "ref_kl_weights": config is not None and config.kl.needs_teacher,
+        "ce_weights": isinstance(config, SftConfig) or (rl is not None and rl.observation_loss is not None),
+        "ref_kl_weights": rl is not None and rl.kl.needs_teacher,
     }
     dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name, needed in optional.items() if needed}
     arrays = {name: hax.NamedArray(cast(Any, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}

@@ -6,13 +6,16 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 
 from marin_rl.batching.packing import Prompt, choose_layout, count_microbatches
 from marin_rl.config.reference_config import CheckpointReferenceConfig
+from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.sections import Mode
+from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.models.hf_config import read_hf_config
@@ -21,10 +24,13 @@ from marin_rl.pods.chips import GIB, Chip, Number, Topology
 from marin_rl.pods.compiling import Failure, ProgramMemory, chip_bytes, compile_program, memory_remedy
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
+from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import TokenizerLoadError
 from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.sharding import check_sharding
+
+ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
 
 ON_ONE_HOST = ("prefill", "short prefill", "decode")
 """Programs of the sampler that run on the chips of each host alone."""
@@ -94,6 +100,8 @@ class Plan:
     """Least seconds of each phase of a step on the trainer; empty if the rates of its chip are unknown."""
     worker_seconds: Mapping[str, float]
     """The same on one rollout worker; empty in `mode: sync`."""
+    kind: RunKind = RunKind.TRAIN
+    """The command of the run."""
 
     @property
     def fits(self) -> bool:
@@ -109,7 +117,7 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig,
+    config: AbstractRunConfig,
     topology: Topology,
     *,
     vocab_size: int,
@@ -120,18 +128,18 @@ def make_plan(
     """Compile the programs of a run for a topology.
 
     Args:
-        config: training config; `model` is set.
+        config: config of the run; `model` is set.
         topology: chips of the trainer.
         vocab_size: number of tokens of the model.
         worker_topology: chips of a rollout worker, in `mode: async` only; None for one host of the trainer's kind.
-        lengths: tokens of every rollout; None for the maximum.
+        lengths: tokens of every rollout of an RL run; None for the maximum.
         report: called with the name of each program before it is compiled.
 
     Raises:
         TopologyError: if the devices are not available.
         ValueError: if the mesh or the rows do not fit the devices or the model, or the workers' chips not the run.
     """
-    is_async = config.mode is Mode.ASYNC
+    is_async = isinstance(config, TrainConfig) and config.mode is Mode.ASYNC
     if worker_topology is not None:
         _check_workers(is_async, worker_topology)
     worker_topology = (worker_topology or topology.local()) if is_async else None
@@ -140,7 +148,7 @@ def make_plan(
     on_host = [name for name in names if name in (UNROLLED if is_async else ON_ONE_HOST)]
     of_worker: dict[str, float] = {}
     with absent_devices(topology):
-        run, step = _chosen_layout(_open(config, vocab_size), lengths or default_lengths(config))
+        run, step = _chosen_layout(_open(config, vocab_size), lengths)
         held, mesh, rows = _held(run), dict(run.trainer.device_mesh.shape), run.layout.rows_per_microbatch
         of_mesh = [name for name in names if name not in on_host]
         programs = [_plan_program(name, "trainer", run, held, topology.chip, report) for name in of_mesh]
@@ -149,13 +157,13 @@ def make_plan(
     if on_host and worker_topology is None:
         # XLA compiles a program with collectives for all devices of a topology only.
         with absent_devices(topology.local()):
-            host = _open(of_one_host(config, topology), vocab_size)
+            host = _open(of_one_host(run.rl, topology), vocab_size)
             programs += [_plan_program(name, "trainer", host, held, topology.chip, report) for name in on_host]
             of_trainer |= sampler_seconds(host, step, topology.chip, topology.num_hosts)
     elif on_host and worker_topology is not None:
         with absent_devices(worker_topology):
             try:
-                section = config.workers.trainer_config(config.trainer)
+                section = run.rl.workers.trainer_config(config.trainer)
                 worker = _open(dataclasses.replace(config, trainer=section), vocab_size)
             except ValueError as error:
                 raise ValueError(f"rollout workers: {_for_workers(str(error))}") from error
@@ -178,6 +186,7 @@ def make_plan(
         programs=tuple(programs),
         trainer_seconds=of_trainer,
         worker_seconds=of_worker,
+        kind=RunKind.of_config(config),
     )
 
 
@@ -216,7 +225,7 @@ def _for_workers(text: str) -> str:
     return text
 
 
-def _open(config: TrainConfig, vocab_size: int) -> RunShapes:
+def _open(config: AbstractRunConfig, vocab_size: int) -> RunShapes:
     run = open_shapes(config, vocab_size)
     mappings = [run.trainer.parameter_axis_mapping, run.trainer.compute_axis_mapping]
     check_sharding(run.policy, run.trainer.device_mesh.shape, mappings)
@@ -258,15 +267,19 @@ def _held(run: RunShapes) -> dict[str, Number]:
     state = run.parts.make_learner(run.layout, run.base).state_shape(run.spec.trained)
     held = _weights(run, run.trained)
     held["optimizer"] = chip_bytes(run.place(state)) - held["weights"]
-    if run.config.needs_reference:
-        teachers = [part.path for part in run.config.reference.parts if isinstance(part, CheckpointReferenceConfig)]
-        shapes = [teacher_spec(run.parts, path).policy for path in teachers]
-        shapes += [run.sent] if run.config.needs_initial_policy else []
+    config = run.config
+    if not isinstance(config, TrainConfig):
+        # The log-probabilities of the reference of pairs are computed with the first weights, and kept on the host.
+        return held
+    if config.needs_reference:
+        teachers = [part.path for part in config.reference.parts if isinstance(part, CheckpointReferenceConfig)]
+        shapes = [teacher_spec(cast(RunParts, run.parts), path).policy for path in teachers]
+        shapes += [run.sent] if config.needs_initial_policy else []
         held["reference"] = sum(chip_bytes(run.place(shape)) for shape in shapes)
     if run.teacher is not None:
         held["teacher"] = chip_bytes(run.teacher)
-    if run.config.mode is Mode.ASYNC:
-        dtype, leaves = run.config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
+    if config.mode is Mode.ASYNC:
+        dtype, leaves = config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
         sent = [jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding) for leaf in leaves]
         held["copy for workers"] = chip_bytes(sent)
     return held
@@ -294,9 +307,14 @@ def _held_arguments(name: str, held: Mapping[str, Number]) -> tuple[str, ...]:
             return ("weights",)
 
 
-def _chosen_layout(run: RunShapes, lengths: Lengths) -> tuple[RunShapes, StepSize]:
-    """Choose the layout of a step's batch, as the run does."""
-    rollouts, updates = run.config.rollouts, run.config.updates
+def _chosen_layout(run: RunShapes, lengths: Lengths | None) -> tuple[RunShapes, StepSize]:
+    """Choose the layout of a step's batch, as the run does; every sequence of data has the greatest length."""
+    if isinstance(run.config, AbstractSupervisedConfig):
+        batch = run.config.batch
+        layout, slots = choose_layout([[batch.max_length] * batch.sequences_per_item] * batch.size, run.layout)
+        step = StepSize(batch.size, batch.sequences_per_step, 0, batch.max_length, count_microbatches(slots), 1)
+        return dataclasses.replace(run, layout=layout), step
+    lengths, rollouts, updates = lengths or default_lengths(run.rl), run.rl.rollouts, run.rl.updates
     count = rollouts.rollouts_per_step
     per_update = -(-count // updates.minibatches)
     sequences = [[min(sum(lengths), rollouts.max_length)]] * per_update
@@ -316,11 +334,11 @@ def default_lengths(config: TrainConfig) -> Lengths:
     return Lengths(min(config.rollouts.max_prompt_length or longest, longest), answer)
 
 
-def complete_model(config: TrainConfig, vocab_size: int | None) -> tuple[TrainConfig, int]:
+def complete_model(config: ConfigT, vocab_size: int | None) -> tuple[ConfigT, int]:
     """Return a config with `model` set, and the number of tokens of the model. The weights are not read.
 
     Args:
-        config: training config; without `model`, it is that of a local `initialize_from`.
+        config: config of the run; without `model`, it is that of a local `initialize_from`.
         vocab_size: number of tokens; None for that of the checkpoint in `initialize_from`, which may be padded, or else
             of the tokenizer.
 

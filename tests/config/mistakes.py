@@ -488,7 +488,9 @@ OTHER_COMMANDS = _by_command(
         "plan": {
             "no topology": _line("--config base.yaml", "--topology"),
             "topology": _line("--config base.yaml --topology v5q-8", "v5q-8"),
-            "supervised": _line("--config sft.yaml --topology cpu:8", "a config of marin_rl.sft", "data"),
+            "prompts of data": _line(
+                "--config sft.yaml --topology cpu:8 --prompt_tokens 4", "--prompt_tokens", "config is of marin_rl.sft"
+            ),
         },
         "view": {
             "nothing": _line("", "RUN", "--help"),

@@ -5,10 +5,11 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.run_kind import RunKind
+from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
 from marin_rl.pods.chips import CHIPS, GIB, Number, parse_topology
 from marin_rl.pods.compiling import ProgramMemory
 from marin_rl.pods.least_time import StepSize
@@ -25,6 +26,26 @@ rollouts: {prompts_per_step: 4, group_size: 4, max_length: 32, packing: false}
 sampling: {max_new_tokens: 8, max_seqs: 8}
 trainer: {per_device_parallelism: 4}
 """
+
+_TINY_SFT = """
+run_dir: runs/tiny
+data: {path: absent.jsonl, held_out: 0.5}
+model:
+  {type: llama, seq_len: 32, hidden_dim: 32, intermediate_dim: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2,
+   gradient_checkpointing: false, attn_backend: vanilla}
+batch: {size: 8, max_length: 32, packing: false}
+trainer: {per_device_parallelism: 4}
+"""
+SUPERVISED = {RunKind.SFT: _TINY_SFT, RunKind.DPO: _TINY_SFT.replace("data:", "preferences:")}
+"""Tiny configs of runs on data, which a plan does not read."""
+
+
+def tiny_supervised(kind: RunKind, *overrides: str) -> SftConfig | DpoConfig:
+    """Return a config of a run on data, with overrides."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tiny.yaml"
+        file.write_text(SUPERVISED[kind])
+        return parse_config(cast(Any, kind.config), ["--config", str(file), *overrides]).config
 
 
 def tiny_config(*overrides: str) -> TrainConfig:

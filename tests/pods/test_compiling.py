@@ -1,13 +1,20 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 import pytest
 from transformers import LlamaConfig
 
+from marin_rl.batching.rl_example import pack_batch
+from marin_rl.config.run_kind import RunKind
+from marin_rl.data.dataset import join_examples, join_pairs
+from marin_rl.data.rows import make_example
+from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.pods import compiling
 from marin_rl.pods.compiling import (
     Failure,
@@ -17,8 +24,13 @@ from marin_rl.pods.compiling import (
     compiled_memory,
     explain,
 )
-from marin_rl.pods.programs import RunShapes, open_shapes
-from tests.pods.plan_cases import tiny_config
+from marin_rl.pods.programs import LOWER, RunShapes, open_shapes
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.training.preference_run import pack_pairs
+from marin_rl.training.supervised_run import pack_cross_entropy
+from marin_rl.utils.devices.setup import own_rows
+from tests.pods.plan_cases import tiny_config, tiny_supervised
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +89,28 @@ def test_larger_sizes_never_need_less_memory(program: str, key: str, values: tup
         totals.append(memory.total)
     assert totals == sorted(totals)
     assert totals[0] < totals[-1]
+
+
+@pytest.mark.parametrize("kind", [RunKind.SFT, RunKind.DPO])
+def test_programs_of_data_are_those_of_the_run(kind: RunKind):
+    """Compared with the programs lowered for weights and a packed batch."""
+    shapes = open_shapes(tiny_supervised(kind), vocab_size=ChatTokenizer(byte_tokenizer()).vocab_size)
+    parts: Any = shapes.parts
+    state = parts.first_state(parts.first_policy())
+    sequence = np.full(32, 5), np.arange(32) > 0
+    pairs = kind is RunKind.DPO
+    rows = [make_example("row", [sequence] * (2 if pairs else 1), chosen=int(pairs))] * 8
+    unscored = join_examples(rows)
+    scored = pack_batch(
+        unscored, TokenMeanConfig(), parts.layout, pad_token_id=0, own_rows=own_rows(parts.trainer)
+    ).microbatches
+    if pairs:
+        rows = [dataclasses.replace(row, reference=np.zeros(62, np.float32)) for row in rows]
+        updated = pack_pairs(join_pairs(rows, length_normalized=False), parts).microbatches
+    else:
+        updated = pack_cross_entropy(unscored, parts).microbatches
+    assert LOWER["update"](shapes).as_text() == parts.learner.lower(state, updated).as_text()
+    assert LOWER["score"](shapes).as_text() == parts.scorer.lower(state.model, scored).as_text()
 
 
 HBM = "RESOURCE_EXHAUSTED: XLA:TPU compile error. Ran out of memory in memory space hbm. Used 40.10G of 15.75G hbm."

@@ -3,11 +3,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
+import equinox as eqx
 import jax
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
+from levanter.models.lm_model import LmConfig
 
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.policy_spec import PolicySpec
@@ -16,11 +20,12 @@ from marin_rl.pods import run_plan
 from marin_rl.pods.chips import GIB, Number, Topology, parse_topology
 from marin_rl.pods.compiling import Failure, ProgramMemory
 from marin_rl.pods.programs import RunShapes
+from marin_rl.pods.report import describe
 from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import start_devices
-from tests.pods.plan_cases import tiny_config
+from tests.pods.plan_cases import tiny_config, tiny_supervised
 
 
 @pytest.mark.parametrize(
@@ -129,3 +134,45 @@ def test_worker_has_its_own_precision(results: dict[str, ProgramMemory | Failure
     assert whole.worker_topology == cpu()
     assert 2 * others(halved)["decode"] == others(whole)["decode"] > 0
     assert 2 * halved.held["copy for workers"] == whole.held["copy for workers"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "programs", "step"),
+    [
+        (RunKind.SFT, [], ["update", "score"], "8 rows of 32 tokens, all with loss"),
+        (RunKind.SFT, ["--data.held_out", "0"], ["update"], "8 rows of 32 tokens, all with loss"),
+        (RunKind.DPO, ["--preferences.held_out", "0"], ["update", "score"], "8 pairs of 2 x 32 tokens, all with loss"),
+    ],
+)
+def test_run_on_data_has_no_programs_of_a_sampler(
+    results: dict[str, ProgramMemory | Failure], kind: RunKind, overrides: list[str], programs: list[str], step: str
+):
+    """Held-out rows are scored, and all pairs by the reference, which is the policy itself before the first step."""
+    plan = make_plan(tiny_supervised(kind, *overrides), cpu(), vocab_size=128)
+    assert [program.name for program in plan.programs] == ["initial state", *programs]
+    assert list(plan.held) == ["weights", "optimizer"]
+    assert plan.held["optimizer"] == pytest.approx(2 * plan.held["weights"], rel=0.01)
+    results["update"] = ProgramMemory(GIB, 0, 0, 0)
+    assert others(make_plan(tiny_supervised(kind, *overrides), cpu(), vocab_size=128))["update"] == 0
+    assert step in describe(plan)
+
+
+def test_adapter_that_trains_on_pairs_holds_the_base_once(results: dict[str, ProgramMemory | Failure], tmp_path: Path):
+    trainer, tokenizer = start_devices(TrainerConfig(), rows_per_device=1), ChatTokenizer(byte_tokenizer())
+    model = cast(LmConfig, tiny_supervised(RunKind.DPO).model)
+    policy = first_policy(None, model, tokenizer, trainer, 0)
+    save_hf_policy(policy, tokenizer, tmp_path, trainer)
+    start = ["--initialize_from", str(tmp_path), "--lora", "{rank: 2}", "--trainer.mp", "p=f32,c=bf16"]
+    config = tiny_supervised(RunKind.DPO, *start)
+    plan = make_plan(config, cpu(), vocab_size=policy.vocab_size)
+    assert list(plan.held) == ["base", "weights", "optimizer"]
+    size = sum(leaf.size for leaf in jax.tree.leaves(policy) if eqx.is_array(leaf))
+    assert plan.parameters == size
+    # In bfloat16; small arrays are not sharded.
+    assert plan.held["base"] == pytest.approx(2 * size / cpu().num_chips, rel=0.2)
+    # A and B of rank 2, for the matrices of two layers: in + out of q, k, v, o, gate, up and down.
+    assert plan.adapter == 2 * 2 * (64 + 48 + 48 + 64 + 96 + 96 + 96)
+    assert others(plan)["score"] == sum(plan.held.values())
+    results["score"] = ProgramMemory(GIB, 0, 0, 0)
+    scored = make_plan(config, cpu(), vocab_size=policy.vocab_size)
+    assert others(scored)["score"] == plan.held["optimizer"]
