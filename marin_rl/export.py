@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from marin_rl.runs.saved_checkpoint import Checkpoint
 
 
-FLAGS = {"adapter": "Write the adapter of a run with lora alone, in the format of PEFT, instead of the whole model."}
+FLAGS = {
+    "adapter": "Write the adapter of a run with lora alone, in the format of PEFT, instead of the whole model.",
+    "merged": "Write the whole model with the adapter merged into it, which is also the default.",
+}
 
 
 class OutputExistsError(UserError):
@@ -45,12 +48,13 @@ class ExportRunConfig:
         check_paths(self)
 
 
-def run_export(config: ExportRunConfig, *, adapter: bool = False) -> int:
+def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool = False) -> int:
     """Export a checkpoint, on any machine.
 
     Args:
         config: run, checkpoint and output.
         adapter: whether to write the adapter alone, in the format of PEFT; otherwise a whole model is written.
+        merged: whether the run must have an adapter, which is merged into the whole model.
 
     Returns:
         The step of the checkpoint.
@@ -58,9 +62,13 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False) -> int:
     Raises:
         RunDirectoryError: if the run does not exist, or the output cannot be written.
         OutputExistsError: if the output exists.
-        UserError: if an adapter is asked for, and the run has none.
+        UserError: if both are asked for, or one of them and the run has no adapter.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
+    if adapter and merged:
+        raise UserError(
+            "--adapter and --merged exclude each other: write the adapter alone or the whole model; give one"
+        )
     output = storage_path(config.output, "output")
     if file_sizes(output):
         raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
@@ -83,8 +91,9 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False) -> int:
     run, checkpoints = load_run(config.run, config.step)
     model, dtype = run.model, (config.export or run.export).numeric_dtype
     assert model is not None
-    if adapter and run.lora is None:
-        raise UserError(f"--adapter: the run {config.run!r} trains no adapter (lora is null); leave it out")
+    if (adapter or merged) and run.lora is None:
+        flag = "adapter" if adapter else "merged"
+        raise UserError(f"--{flag}: the run {config.run!r} trains no adapter (lora is null); leave it out")
 
     def restore(checkpoint: "Checkpoint") -> Any:
         if run.lora is None:
@@ -128,7 +137,7 @@ def _run(arguments: Sequence[str]) -> int:
 
     # Also on a machine whose accelerators are in use.
     jax.config.update("jax_platforms", "cpu")
-    step = run_export(config, adapter="adapter" in parsed.flags)
+    step = run_export(config, adapter="adapter" in parsed.flags, merged="merged" in parsed.flags)
     print(f"step {step} of {escape_line(config.run)} is exported to {escape_line(config.output)}")
     return 0
 

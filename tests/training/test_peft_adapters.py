@@ -109,6 +109,23 @@ def test_step_and_type_are_options(lora_run: TinyRun, adapter: Path, tmp_path: P
         assert last[name].any()
 
 
+def test_the_merged_export_is_the_model_of_the_run(
+    lora_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--run", str(lora_run.path), "--output", str(tmp_path / "merged"), "--merged"]
+    assert export([*argv, "--adapter"]) == 1
+    assert capfd.readouterr().err == (
+        "error: --adapter and --merged exclude each other: write the adapter alone or the whole model; give one\n"
+    )
+    assert export(argv) == 0
+    found, expected = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", lora_run.path / "hf")
+    )
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
 def test_peft_computes_the_same_as_the_merged_export(base: Path, lora_run: TinyRun, adapter: Path) -> None:
     torch, peft, transformers = (
         pytest.importorskip(name, reason="needs the extra test-torch") for name in ("torch", "peft", "transformers")
@@ -192,8 +209,9 @@ def test_an_adapter_is_exported_without_its_base(lora_run: TinyRun, adapter: Pat
 def test_a_run_of_whole_models_has_no_adapter(
     finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert export(["--run", str(finished_run.path), "--output", str(tmp_path / "adapter"), "--adapter"]) == 1
-    assert f"--adapter: the run '{finished_run.path}' trains no adapter (lora is null)" in capfd.readouterr().err
+    for flag in ("--adapter", "--merged"):
+        assert export(["--run", str(finished_run.path), "--output", str(tmp_path / "adapter"), flag]) == 1
+        assert f"{flag}: the run '{finished_run.path}' trains no adapter (lora is null)" in capfd.readouterr().err
     assert not (tmp_path / "adapter").exists()
 
 
