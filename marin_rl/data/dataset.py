@@ -165,9 +165,10 @@ def encode_rows(
         example = encode_pair(row, tokenizer) if form is Form.PAIR else encode_row(row, form, tokenizer)
         if max(example.lengths) > max_length:
             if long_sequences is LongSequences.ERROR:
+                others = "skip" if form is Form.PAIR else "skip or truncate"
                 raise ValueError(
                     f"{row.where}: a sequence has {max(example.lengths)} tokens, more than batch.max_length, "
-                    f"{max_length}; raise it, or set batch.long_sequences to skip or truncate"
+                    f"{max_length}; raise it, or set batch.long_sequences to {others}"
                 )
             cut = truncate(example, max_length) if long_sequences is LongSequences.TRUNCATE else None
             skipped, truncated = skipped + (cut is None), truncated + (cut is not None)
