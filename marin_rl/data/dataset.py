@@ -124,13 +124,13 @@ def read_examples(
 
 def describe(train: Encoded, held_out: Encoded) -> str:
     """Describe tokenized data in one line."""
-    examples = train.examples
+    examples, noun = train.examples, "pairs" if train.examples[0].chosen else "rows"
     counts = {"skipped": train.skipped + held_out.skipped, "truncated": train.truncated + held_out.truncated}
     return (
-        f"{len(examples):,} rows with {sum(example.input_ids.size for example in examples):,} tokens, "
+        f"{len(examples):,} {noun} with {sum(example.input_ids.size for example in examples):,} tokens, "
         f"{sum(np.count_nonzero(example.loss_mask) for example in examples):,} with loss"
-        + "".join(f"; {count:,} longer rows are {name}" for name, count in counts.items() if count)
-        + (f"; {len(held_out.examples):,} rows are held out" if held_out.examples else "")
+        + "".join(f"; {count:,} longer {noun} are {name}" for name, count in counts.items() if count)
+        + (f"; {len(held_out.examples):,} {noun} are held out" if held_out.examples else "")
     )
 
 

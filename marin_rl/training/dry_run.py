@@ -195,7 +195,8 @@ def dry_run_supervised(
         found.line("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}")
         found.line("trained", _describe_trained(spec))
         found.attempt(spec.check_adapter)
-    found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} rows")
+    noun = "pairs" if config.trains_on_pairs else "rows"
+    found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} {noun}")
     state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
     if state is not None and not found.problems:
         report(f"no problems found: {state.outlook}")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -187,7 +188,8 @@ def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run = make_run(tmp_path / "dry")
     assert train(run, "--dry_run") == 0
     printed = capsys.readouterr().out
-    assert "12 rows with 193 tokens, 49 with loss; 12 rows are held out" in printed
+    assert "12 pairs with 193 tokens, 49 with loss; 12 pairs are held out" in printed
+    assert re.search(r"the run +\d+ steps of \d+ pairs\n", printed)
     assert "the run starts from the beginning" in printed
     assert not run.path.exists()
 
