@@ -101,16 +101,18 @@ def form_of(row: Row, forms: Sequence[Form] = ROW_FORMS) -> Form:
     Raises:
         ValueError: if the row has none; the message names the row and its columns.
     """
-    for form in forms:
-        if all(row.values.get(column) is not None for column in form.value):
-            return form
+    found = [form for form in (*forms, *Form) if all(row.values.get(column) is not None for column in form.value)]
+    if found and found[0] in forms:
+        return found[0]
     columns = [column for form in forms for column in form.value]
     given = [column for column, value in row.values.items() if value is not None]
     unknown = [column for column in given if column not in columns]
+    remedy = nearest(unknown[0], columns) if unknown else "add what is missing"
+    if found:
+        remedy = f"such rows are for marin_rl.{'dpo' if found[0] is Form.PAIR else 'sft'}"
     needed = ", or ".join(" and ".join(form.value) for form in forms)
     raise ValueError(
-        f"{row.where}: the row has the columns {', '.join(map(repr, given)) or 'none'}, but needs {needed}; "
-        f"{nearest(unknown[0], columns) if unknown else 'add what is missing'}"
+        f"{row.where}: the row has the columns {', '.join(map(repr, given)) or 'none'}, but needs {needed}; {remedy}"
     )
 
 

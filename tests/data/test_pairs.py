@@ -166,6 +166,7 @@ BAD = {
         {"prompt": "1+1=", "chosen": "2"},
         "but needs chosen and rejected",
     ),
+    "no pair": ({"prompt": "1+1=", "completion": "2"}, "but needs chosen and rejected; such rows are for marin_rl.sft"),
     "other columns": (
         {"instruction": "1+1=", "chosen_response": "2", "rejected_response": "3"},
         "the row has the columns 'instruction', 'chosen_response', 'rejected_response', but needs chosen and rejected",

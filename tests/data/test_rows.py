@@ -140,6 +140,7 @@ def test_tools_are_described_and_calls_are_text_of_the_reply(as_json: bool):
 ROW = {"input_ids": [5, 6], "labels": [5, 6]}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no columns": ({"question": "x"}, "the row has the columns 'question', but needs messages"),
+    "pair": ({"prompt": "x", "chosen": "y", "rejected": "z"}, "or input_ids; such rows are for marin_rl.dpo"),
     "near column": ({"message": []}, "did you mean 'messages'"),
     "no messages": ({"messages": []}, "column 'messages' holds []"),
     "no list": ({"messages": 3}, "column 'messages' holds 3"),
