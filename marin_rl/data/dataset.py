@@ -77,7 +77,7 @@ def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
     if file.suffix == ".parquet" and file.is_file():
         return read_parquet(file, path)
     if file.is_file():
-        return read_jsonl(file, path)
+        return read_jsonl(file, path, "row as one JSON object on a line of its own, with the columns of its form")
     if not file.exists() and file.suffix in (".jsonl", ".json", ".gz", ".parquet"):
         raise ValueError(f"{key} is {path!r}, which does not exist; correct it")
     return read_dataset(path, key, config.subset, split, config.revision)

@@ -29,16 +29,17 @@ _OTHER_FORMATS = {
     "supervised training its name must end with .parquet",
 }
 """Remedies by the first bytes of files that are given as JSONL by mistake."""
-_ONE_PER_LINE = 'write each problem as one JSON object on a line of its own, {"prompt": "3+4=", "answer": "7"}'
-"""Remedy for CSV, arrays and objects over several lines."""
+EXAMPLE = 'problem as one JSON object on a line of its own, {"prompt": "3+4=", "answer": "7"}'
+"""A problem, for the remedy for CSV, arrays and objects over several lines."""
 
 
-def read_jsonl(path: Path, name: str) -> Iterator[Row]:
+def read_jsonl(path: Path, name: str, example: str = EXAMPLE) -> Iterator[Row]:
     """Read a JSONL file, which may be compressed if its name ends with `.gz`.
 
     Args:
         path: an existing file.
         name: its name for messages.
+        example: what a line is, for messages.
 
     Raises:
         ValueError: if a line is not a JSON object in UTF-8, with file and line number.
@@ -53,9 +54,9 @@ def read_jsonl(path: Path, name: str) -> Iterator[Row]:
             if number == 1 and remedy is not None:
                 raise ValueError(f"{name} is not text with a JSON object per line; {remedy}")
             if len(raw) > MAX_LINE_BYTES:
-                raise ValueError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB; {_ONE_PER_LINE}")
+                raise ValueError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB; write each {example}")
             if raw.removeprefix(codecs.BOM_UTF8).strip():
-                yield Row(_parse_object(raw, where), where)
+                yield Row(_parse_object(raw, where, example), where)
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Row]:
@@ -130,7 +131,7 @@ def _load(path: str, key: str, subset: str | None, split: str, revision: str | N
         ) from error
 
 
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
     """Parse a line of JSON; errors start with its location `where` and quote the start of the line."""
     shown = repr(line[:200])
     try:
@@ -151,9 +152,9 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         # Also a repeated key, and integers of more than 4,300 digits, which Python does not convert.
         problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"{where}: not JSON: {problem}; {_ONE_PER_LINE}: {shown}") from error
+        raise ValueError(f"{where}: not JSON: {problem}; write each {example}: {shown}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: not a JSON object; {_ONE_PER_LINE}: {shown}")
+        raise ValueError(f"{where}: not a JSON object; write each {example}: {shown}")
     return values
 
 

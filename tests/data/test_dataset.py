@@ -91,7 +91,11 @@ WRONG: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "missing": (b"", {"path": "none.jsonl"}, "data.path is .*none.jsonl', which does not exist"),
     "empty": (b"", {}, "has no rows to train on"),
     "not UTF-8": (b'{"text": "\xff"}\n', {}, r"a\.jsonl:1: not UTF-8 text at byte 11"),
-    "not JSON": (b"text\n", {}, r"a\.jsonl:1: not JSON"),
+    "not JSON": (
+        b"text\n",
+        {},
+        r"a\.jsonl:1: not JSON: .*; write each row as one JSON object .*, with the columns of its form: b'text",
+    ),
     "surrogate": (b'{"text": "\\ud800"}\n', {}, r"a\.jsonl:1: \\ud800 is an unpaired surrogate"),
     "mixed": (b'{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', {}, r"a\.jsonl:2: the row has prompt and compl"),
     "all held out": (b'{"text": "a"}\n', {"held_out": 0.999}, "has no rows to train on, with data.held_out 0.999"),
