@@ -202,7 +202,10 @@ def _message(item: Any, where: str) -> Message:
     if known.get("role") == "tool":
         known = {key: value for key, value in known.items() if key not in _OF_TOOLS}
     if not calls:
-        return parse_message(known, where)
+        message = parse_message(known, where)
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ValueError(f"{where} is a reply without text and tool calls; fill it or remove the row")
+        return message
     if known.get("role") != "assistant":
         raise ValueError(f"{where} has tool_calls, but the role {known.get('role')!r}; only the assistant calls tools")
     message = parse_message({"content": "", **known}, where)

@@ -148,6 +148,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "content": ({"messages": [USER, {"role": "assistant", "content": 5}]}, "message 1 is {'role': 'assistant'"),
     "key": ({"messages": [USER, {**REPLY, "weight": 1}]}, "message 1 has the key 'weight'"),
     "no reply": ({"messages": [USER]}, "has no assistant message"),
+    "empty reply": (
+        {"messages": [USER, {"role": "assistant", "content": " ", "tool_calls": []}]},
+        "column 'messages', message 1 is a reply without text and tool calls; fill it or remove the row",
+    ),
+    "empty message": ({"prompt": "x", "completion": [{**REPLY, "content": ""}]}, "message 0 is a reply without text"),
     "no prompt": ({"messages": [REPLY, USER, REPLY]}, "no message before the first reply"),
     "two replies": ({"messages": [USER, REPLY, REPLY]}, "two assistant messages follow each other"),
     "completion": ({"prompt": "x", "completion": [USER]}, "the completion begins with a user message"),
