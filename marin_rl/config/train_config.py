@@ -66,7 +66,7 @@ def _check_model(config: AbstractRunConfig) -> Iterator[str]:
             "devices, because it has an attention module of its own; use another axis, such as mlp"
         )
     if name == "mixtral":
-        problem = window_problem(config.model, max_length)
+        problem = window_problem(config.model, max_length, section)
         yield from [] if problem is None else [problem]
         for key in ("tensor_parallel_axes", "axis_resources"):
             if "experts" in (getattr(config.trainer, key) or ()):
@@ -153,7 +153,7 @@ def _check_row_length(config: AbstractRunConfig) -> Iterator[str]:
 
 def _check_export(config: AbstractRunConfig) -> Iterator[str]:
     if config.model is not None:
-        check_model(config.model, max_length=config.rows.max_length)
+        check_model(config.model, max_length=config.rows.max_length, section=config.rows.section)
     yield from ()
 
 

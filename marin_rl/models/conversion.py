@@ -263,12 +263,13 @@ _ROPE_CONFIGS: dict[str, Any] = {
 }
 
 
-def check_model(config: LmConfig, *, max_length: int) -> None:
+def check_model(config: LmConfig, *, max_length: int, section: str = "rollouts") -> None:
     """Raise an error for a model that the run cannot sample, train and export exactly.
 
     Args:
         config: the `model` section of a run.
         max_length: longest sequence, in tokens.
+        section: section of the config with `max_length`.
 
     Raises:
         PolicyModelError: if a setting is unsupported; the message names the setting and the remedy.
@@ -276,5 +277,5 @@ def check_model(config: LmConfig, *, max_length: int) -> None:
     if problems := list(model_problems(config)):
         raise PolicyModelError("\n".join(problems))
     _check_export(config)
-    if problem := window_problem(config, max_length):
+    if problem := window_problem(config, max_length, section):
         raise PolicyModelError(problem)

@@ -113,18 +113,19 @@ def _gemma_problems(name: str, model: Any) -> Iterator[str]:
             yield f"model.{key} is {given}, but levanter computes {name} models with {text}; set it to {text}"
 
 
-def window_problem(model: Any, max_length: int) -> str | None:
+def window_problem(model: Any, max_length: int, section: str = "rollouts") -> str | None:
     """Problem of a mixtral's attention window, which levanter does not export.
 
     Args:
         model: levanter's model config, or an object with the same settings.
         max_length: longest sequence, in tokens.
+        section: section of the config with `max_length`.
     """
     if model.get_choice_name(type(model)) != "mixtral" or (model.sliding_window or max_length) >= max_length:
         return None
     return (
-        f"model.sliding_window is {model.sliding_window} and rollouts.max_length {max_length}, but levanter exports "
-        "mixtral models without a window; set model.sliding_window to null, or to rollouts.max_length or more"
+        f"model.sliding_window is {model.sliding_window} and {section}.max_length {max_length}, but levanter exports "
+        f"mixtral models without a window; set model.sliding_window to null, or to {section}.max_length or more"
     )
 
 

@@ -427,6 +427,11 @@ LEVANTER: dict[str, Mistake] = {
     "name for a tracker": _of("--trainer.tracker wandb", "trainer.tracker is 'wandb'", "write {type: wandb}"),
     "warmup": _of("--optimizer.warmup -1", "optimizer.warmup is -1", "from 0 to 1, or a whole number"),
     "learning rate": _of("--optimizer.learning_rate -1", "optimizer.learning_rate is -1", "at least 0"),
+    "sft: window": _line(
+        "--config sft.yaml --model.type mixtral --model.sliding_window 16 --batch.max_length 32",
+        *("model.sliding_window is 16 and batch.max_length 32", "or to batch.max_length or more"),
+        program="sft",
+    ),
     "replay: key": _line("--run run --step 1 --seed x", "seed is 'x'", "an integer", program="replay"),
     "replay: combination": _line("--run run --step 1 --rollouts.group_size 1", "group_size is 1", program="replay"),
     "replay: older run": _line("--run old --step 1", "old/config.yaml", "former_key", lines=2, program="replay"),
