@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from marin_rl.config.command_line import CommandParser, positive, run_command
-from marin_rl.runs.rollout_store import EVALUATION
+from marin_rl.runs.rollout_store import EVALUATION, list_files
+from marin_rl.runs.run_directory import RunDirectory, read_config_text
 from marin_rl.runs.viewer.html_page import write_page
 from marin_rl.runs.viewer.selection import (
     Listing,
@@ -27,7 +28,9 @@ from marin_rl.runs.viewer.selection import (
 )
 from marin_rl.runs.viewer.terminal import print_listing, print_rollout
 from marin_rl.types import RolloutStatus
+from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.output import escape_line
+from marin_rl.utils.settings.yaml_text import parse_yaml
 from marin_rl.utils.storage import storage_path
 
 PIPE_WIDTH = 160
@@ -48,7 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    _show(arguments, open_rollouts(storage_path(arguments.run, "RUN")))
+    source = open_rollouts(storage_path(arguments.run, "RUN"))
+    if not source.is_file and not list_files(source.rollouts):
+        # Imported here because it imports jax, which most views do not need.
+        from marin_rl.config.run_kind import RunKind
+
+        values = parse_yaml(read_config_text(RunDirectory(source.path)), f"the config of {arguments.run}")
+        if (kind := RunKind.of(values)) is not RunKind.TRAIN:
+            raise RunDirectoryError(
+                f"{arguments.run!r} is a run of marin_rl.{kind}, which trains on data and stores no rollouts; see its "
+                "metrics.jsonl or curves.png"
+            )
+    _show(arguments, source)
     return 0
 
 
@@ -99,8 +113,8 @@ def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
         if newest is None:
             kind = "evaluation rollouts" if arguments.evaluation else "rollouts"
             message = (
-                f"{source.path} has no stored {kind} yet: its first step has not finished, rollout_store.every is 0 in "
-                "its config.yaml, or the run trains on data and has none"
+                f"{source.path} has no stored {kind} yet: its first step has not finished, or rollout_store.every is 0 "
+                "in its config.yaml"
             )
             console.print(Text(escape_line(message)), soft_wrap=True)
             return

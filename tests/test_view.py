@@ -188,6 +188,18 @@ def test_empty_run_explains_missing_rollouts(tmp_path, capsys):
     assert "has no stored evaluation rollouts yet" in view(capsys, str(run), "--evaluation")
 
 
+@pytest.mark.parametrize("more", [[], ["--id", "x"], ["--step", "1"], ["--html", "page.html"]])
+@pytest.mark.parametrize(("key", "kind"), [("data", "sft"), ("preferences", "dpo")])
+def test_run_on_data_names_the_files_with_its_metrics(tmp_path, capsys, key, kind, more):
+    run = empty_run(tmp_path / "run")
+    (run / "config.yaml").write_text(f"seed: 0\n{key}: {{path: rows.jsonl}}\n")
+    assert main([str(run), *more]) == 1
+    assert capsys.readouterr().err == (
+        f"error: '{run}' is a run of marin_rl.{kind}, which trains on data and stores no rollouts; see its "
+        "metrics.jsonl or curves.png\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
