@@ -28,6 +28,7 @@ from levanter.trainer_state import init_optimizer_for_trainables
 
 from marin_rl.config.base_config import critic_of
 from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.runs.array_files import named_arrays
@@ -252,9 +253,10 @@ def _another_run(directory: RunDirectory, newest: int) -> str:
     if exported_step(directory) != newest:
         weights = "WEIGHTS"
         export = f"python -m marin_rl.export --run {run} --output WEIGHTS, and then "
+    kind = RunKind.of(parse_yaml(read_config_text(directory), str(directory.config)))
     return (
         f"choose another run_dir; to start it from the weights of this run: {export}--run_dir NEW --initialize_from "
-        f"{weights} --warm_start.max_steps 0"
+        f"{weights}{' --warm_start.max_steps 0' if kind is RunKind.TRAIN else ''}"
     )
 
 

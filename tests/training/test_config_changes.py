@@ -13,8 +13,9 @@ import pytest
 from levanter.optim.config import AdamConfig, CosineLrSchedule, InvLrSchedule, LionConfig
 
 from marin_rl.config.command_line import parse_config
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.runs.run_directory import RunDirectory, create_or_open
 from marin_rl.sampling.config import SamplingConfig
@@ -28,6 +29,7 @@ from marin_rl.training.config_changes import (
     refuse_moved_runs,
 )
 from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.training.bare_run import make_config
@@ -36,7 +38,7 @@ ADAM = AdamConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 CONFIG = make_config(num_steps=20, optimizer=ADAM, evaluation=EvaluationConfig(every=5, samples=4, pass_at=(1, 2)))
 
 
-def begun(folder: Path, step: int | None = 12, config: TrainConfig = CONFIG) -> RunDirectory:
+def begun(folder: Path, step: int | None = 12, config: AbstractRunConfig = CONFIG) -> RunDirectory:
     """A run with records and perhaps a checkpoint."""
     directory = create_or_open(folder / "a run", to_yaml(config))
     directory.metrics.write_text("")
@@ -49,7 +51,7 @@ def adam(**changes: Any) -> TrainConfig:
     return dataclasses.replace(CONFIG, optimizer=dataclasses.replace(ADAM, **changes))
 
 
-def refusal(directory: RunDirectory, config: TrainConfig, *named: str) -> str:
+def refusal(directory: RunDirectory, config: AbstractRunConfig, *named: str) -> str:
     before = directory.config.read_text()
     with pytest.raises(RunDirectoryError) as caught:
         plan_changes(directory, config, named)
@@ -158,6 +160,19 @@ def test_other_keys_are_refused_with_the_way_to_another_run(
     way = f"--run_dir NEW --initialize_from {shlex.quote(str(directory.path))} --warm_start.max_steps 0"
     assert (way in message) == (step == 20)
     assert ("marin_rl.export --run" in message) == (step == 12)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_the_way_to_another_run_has_only_options_of_its_command(tmp_path: Path, command: str):
+    source, settings = {"sft": ("data", SftConfig), "dpo": ("preferences", DpoConfig)}[command]
+    shared = {"run_dir": str(tmp_path), "initialize_from": "weights", "model": {"type": "llama"}, "num_steps": 20}
+    config = decode(settings, {**shared, source: {"path": "rows.jsonl"}})
+    directory = begun(tmp_path, 20, config)
+    other = dataclasses.replace(config, batch=dataclasses.replace(config.batch, size=5))
+    (options,) = re.findall(r"--run_dir NEW --initialize_from .*", refusal(directory, other, "batch.size"))
+    file = tmp_path / "new.yaml"
+    file.write_text(to_yaml(other))
+    assert parse_config(settings, ["--config", str(file), *shlex.split(options)]).config.run_dir == "NEW"
 
 
 def test_a_run_cannot_end_before_its_completed_steps(tmp_path: Path):
