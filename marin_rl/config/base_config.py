@@ -41,7 +41,7 @@ from marin_rl.objectives.advantages import RlooConfig
 from marin_rl.objectives.aggregation import AggregationConfig, SequenceSumConfig
 from marin_rl.objectives.distillation import DistillationConfig
 from marin_rl.objectives.importance import NoCorrectionConfig, OffPolicyCorrectionConfig
-from marin_rl.objectives.kl import KlConfig, NoKlConfig
+from marin_rl.objectives.kl import KlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, OverlongConfig, TruncationConfig
 from marin_rl.rewards.component import RewardScope
@@ -347,6 +347,11 @@ def _check_reference(config: AbstractTrainConfig) -> Iterator[str]:
         yield (
             "critic is set, but distillation.alone replaces the advantages that it is for; set critic: null and "
             "advantage: {type: reinforce}, or distillation.alone: false"
+        )
+    if distillation is not None and distillation.alone and isinstance(config.kl, RewardKlConfig):
+        yield (
+            "kl.type is in_reward, but distillation.alone replaces the advantages of rewards, so the penalty teaches "
+            "nothing; set kl: {type: none} or {type: in_loss}, or distillation.alone: false"
         )
     for part in reference.parts:
         if isinstance(part, ServerReferenceConfig) and config.sampling.temperature != 1.0:

@@ -209,6 +209,11 @@ SETTINGS: dict[str, Mistake] = {
     "distillation with a filter": _of(
         "--distillation.alone true --filter.type drop", "with distillation.alone rewards teach", "filter: {type: keep}"
     ),
+    "distillation with a penalty in the reward": _of(
+        "--distillation.alone true --kl.type in_reward --kl.beta 0.1",
+        "kl.type is in_reward, but distillation.alone replaces",
+        "kl: {type: none}",
+    ),
     "distillation with a critic": _of(
         "--distillation.alone true --advantage.type gae --critic {}", "distillation.alone replaces", "critic: null"
     ),
