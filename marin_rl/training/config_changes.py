@@ -169,11 +169,17 @@ def plan_changes(directory: RunDirectory, config: AbstractRunConfig, named: Coll
 
     Raises:
         RunDirectoryError: if a key differs that cannot change, or that was not named; the message lists all of them.
+            Also if the run is of another command.
         ConfigError: if the config of the run is invalid.
     """
     if not directory.config.exists() or not directory.has_results():
         return []
     former = read_config(directory)
+    if (begun := RunKind.of_config(former)) is not (own := RunKind.of_config(config)):
+        raise RunDirectoryError(
+            f"run directory {str(directory.path)!r} belongs to a run of marin_rl.{begun}, but the command is "
+            f"marin_rl.{own}; choose another run_dir, or continue the run with python -m marin_rl.{begun}"
+        )
     # Keys that a former version did not have count with their defaults, as in every command that reads the run.
     old, new = (flatten(encode(each)) for each in (former, config))
     steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()

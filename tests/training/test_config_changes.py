@@ -162,17 +162,29 @@ def test_other_keys_are_refused_with_the_way_to_another_run(
     assert ("marin_rl.export --run" in message) == (step == 12)
 
 
+def supervised(folder: Path, command: str) -> Any:
+    source, settings = {"sft": ("data", SftConfig), "dpo": ("preferences", DpoConfig)}[command]
+    shared = {"run_dir": str(folder), "initialize_from": "weights", "model": {"type": "llama"}, "num_steps": 20}
+    return decode(settings, {**shared, source: {"path": "rows.jsonl"}})
+
+
+@pytest.mark.parametrize(("former", "new"), [("sft", "dpo"), ("dpo", "sft"), ("dpo", "train"), ("train", "sft")])
+def test_a_run_of_another_command_is_refused_by_the_names_of_both(tmp_path: Path, former: str, new: str):
+    of_former, of_new = (CONFIG if name == "train" else supervised(tmp_path, name) for name in (former, new))
+    message = refusal(begun(tmp_path, 12, of_former), of_new)
+    assert f"belongs to a run of marin_rl.{former}, but the command is marin_rl.{new}; choose" in message
+    assert "there," not in message
+
+
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_the_way_to_another_run_has_only_options_of_its_command(tmp_path: Path, command: str):
-    source, settings = {"sft": ("data", SftConfig), "dpo": ("preferences", DpoConfig)}[command]
-    shared = {"run_dir": str(tmp_path), "initialize_from": "weights", "model": {"type": "llama"}, "num_steps": 20}
-    config = decode(settings, {**shared, source: {"path": "rows.jsonl"}})
+    config = supervised(tmp_path, command)
     directory = begun(tmp_path, 20, config)
     other = dataclasses.replace(config, batch=dataclasses.replace(config.batch, size=5))
     (options,) = re.findall(r"--run_dir NEW --initialize_from .*", refusal(directory, other, "batch.size"))
     file = tmp_path / "new.yaml"
     file.write_text(to_yaml(other))
-    assert parse_config(settings, ["--config", str(file), *shlex.split(options)]).config.run_dir == "NEW"
+    assert parse_config(type(config), ["--config", str(file), *shlex.split(options)]).config.run_dir == "NEW"
 
 
 def test_a_run_cannot_end_before_its_completed_steps(tmp_path: Path):
