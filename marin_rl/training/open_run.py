@@ -170,7 +170,7 @@ def open_run(
                 config.seed,
             ),
             batch_builder=batch_builder,
-            learner=open_learner(parts, initial),
+            learner=open_learner(parts, progress.vocab_size, initial),
             base=parts.base,
             tokenizer=parts.tokenizer,
             history=history,

@@ -83,16 +83,18 @@ def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]
     return _open(config.reference, parts, functools.cache(initial)) if config.needs_reference else None
 
 
-def open_learner(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> Learner:
+def open_learner(parts: RunParts, vocab_size: int, initial: Callable[[], LmHeadModel | Adapter]) -> Learner:
     """Return the learner of a run, with the teacher of `kl: {type: exact}` if there is one.
 
     Args:
         parts: parts of the run.
+        vocab_size: vocabulary size of the policy.
         initial: loads the weights at the start of RL.
 
     Raises:
         PolicyModelError: as for `load_teacher`.
-        UserError: if rows share prompts, which the architecture of the teacher does not support.
+        UserError: if rows share prompts, which the architecture of the teacher does not support, or the policy has
+            tokens that the teacher has not.
     """
     reference = parts.config.reference
     if not parts.config.kl.needs_teacher:
@@ -101,6 +103,11 @@ def open_learner(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) 
         model = parts.trainer.mp.cast_to_compute(parts.assemble(initial()))
         return parts.make_learner(parts.layout, parts.base, model)
     own, model = load_teacher(parts, reference.path)
+    if model.vocab_size < vocab_size:
+        raise UserError(
+            f"the policy has a vocabulary of {vocab_size} tokens, and may sample each of them, but the teacher in "
+            f"{PATH}, {reference.path!r}, one of {model.vocab_size}; use a teacher with at least the policy's vocabulary"
+        )
     for layout in parts.layout.alternatives:
         if layout.group and not own.kernel.supports_shared_prompts(own.model, layout.group):
             raise UserError(

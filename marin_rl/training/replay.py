@@ -164,7 +164,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
     initial = functools.partial(_restore_initial, parts, checkpoints)
-    learner = open_learner(parts, initial)
+    learner = open_learner(parts, int(checkpoint.progress["vocab_size"]), initial)
     make_builder = functools.partial(
         _make_builder, parts, functools.cache(functools.partial(open_reference, parts, initial))
     )

@@ -253,8 +253,8 @@ def test_nan_loss_stops_before_the_update(
     assert whole.train() == 0
     build = BatchBuilder.build
 
-    def poisoned(builder: BatchBuilder, groups: Any, model: Any, step: int, timer: Any) -> Any:
-        batch = build(builder, groups, model, step, timer)
+    def poisoned(builder: BatchBuilder, groups: Any, model: Any, step: int, *rest: Any) -> Any:
+        batch = build(builder, groups, model, step, *rest)
         if step == 1:
             return batch
         advantages = batch.rollouts.advantages * math.nan

@@ -31,6 +31,7 @@ from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
 from marin_rl.run_parts import RunParts
 from marin_rl.training.earlier_run import prompt_scorer
 from marin_rl.training.loop import TrainingRun
+from marin_rl.training.references import open_learner
 from marin_rl.training.replay import FakeShape, make_groups
 from marin_rl.types import RolloutGroup
 from marin_rl.utils.errors import UserError
@@ -147,6 +148,10 @@ def test_a_teacher_of_another_size_is_run_in_the_updates(finished_run: TinyRun, 
     _, metrics = run.learner.step(run.trainer_state, packed.microbatches)
     assert float(metrics["loss/ref_kl_avg"]) == pytest.approx(expected, rel=1e-4)
     assert expected > 0.1
+    # The policy could sample a token that the teacher cannot read.
+    size = weights.vocab_size
+    with pytest.raises(UserError, match=rf"vocabulary of {size + 1} tokens.*one of {size}; use a teacher"):
+        open_learner(RunParts(run.config, run.learner.trainer), size + 1, lambda: run.trainer_state.model)
 
 
 @pytest.mark.medium
