@@ -106,7 +106,7 @@ def open_learner(parts: RunParts, vocab_size: int, initial: Callable[[], LmHeadM
     if model.vocab_size < vocab_size:
         raise UserError(
             f"the policy has a vocabulary of {vocab_size} tokens, and may sample each of them, but the teacher in "
-            f"{PATH}, {reference.path!r}, one of {model.vocab_size}; use a teacher with at least the policy's vocabulary"
+            f"{PATH}, {reference.path!r}, one of {model.vocab_size}; use one with at least the policy's vocabulary"
         )
     for layout in parts.layout.alternatives:
         if layout.group and not own.kernel.supports_shared_prompts(own.model, layout.group):

@@ -150,7 +150,7 @@ def test_a_teacher_of_another_size_is_run_in_the_updates(finished_run: TinyRun, 
     assert expected > 0.1
     # The policy could sample a token that the teacher cannot read.
     size = weights.vocab_size
-    with pytest.raises(UserError, match=rf"vocabulary of {size + 1} tokens.*one of {size}; use a teacher"):
+    with pytest.raises(UserError, match=rf"vocabulary of {size + 1} tokens.*one of {size}; use one with"):
         open_learner(RunParts(run.config, run.learner.trainer), size + 1, lambda: run.trainer_state.model)
 
 
