@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fsspec.registry import _registry
 
+from marin_rl.config.reference_config import PolicyReferenceConfig
+from marin_rl.config.supervised_config import PairBatchConfig
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.objectives.gigpo import GigpoNormalization
 from marin_rl.rewards.judge import LlmJudgeConfig
@@ -40,6 +42,9 @@ def test_a_value_is_converted_to_the_member(cls: type, name: str, kind: type[enu
             (TrainConfig, "async"),
             (LlmJudgeConfig, "batch"),
             (LlmJudgeConfig, "pointwise"),
+            (PairBatchConfig, "truncate"),
+            (PolicyReferenceConfig, "live"),
+            (PolicyReferenceConfig, "initial"),
         ):
             continue  # refused by other checks of the class; the other members show the conversion
         assert getattr(build(cls, name, member.value), name) is member
