@@ -8,18 +8,13 @@ import time
 from collections.abc import Sequence
 
 from marin_rl.config.command_line import (
-    RESUME_FLAGS,
+    DATA_FLAGS,
+    INTERRUPTED,
     check_command_line,
     parse_run_config,
     run_command,
     without_collections,
 )
-
-FLAGS = {
-    "dry_run": "Read all data, check everything that the run will need, and stop.",
-    "print_config": "Print the config with all defaults, and stop.",
-    **RESUME_FLAGS,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,13 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status, as of `marin_rl.train`.
     """
-    interrupted = "interrupted; run the same command again to resume from the last checkpoint, if any"
-    return run_command(_run, argv, interrupted)
+    return run_command(_run, argv, INTERRUPTED)
 
 
 def _run(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
-    checked = check_command_line(arguments, FLAGS, "dpo")
+    checked = check_command_line(arguments, DATA_FLAGS, "dpo")
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
         from marin_rl.config.train_config import DpoConfig
@@ -45,7 +39,7 @@ def _run(arguments: Sequence[str]) -> int:
         from marin_rl.training.session import run_parsed
         from marin_rl.training.supervised_run import dry_run_data
 
-    return run_parsed(parse_run_config(DpoConfig, checked, FLAGS), started, prepare_dpo, dry_run_data)
+    return run_parsed(parse_run_config(DpoConfig, checked, DATA_FLAGS), started, prepare_dpo, dry_run_data)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from marin_rl.config.command_line import (
+    INTERRUPTED,
     RESUME_FLAGS,
     check_command_line,
     parse_run_config,
@@ -32,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 if the run is complete or was stopped by the user, 1 after an error, 130 after an interrupt
         before a checkpoint could be saved.
     """
-    interrupted = "interrupted; run the same command again to resume from the last checkpoint, if any"
-    return run_command(_run, argv, interrupted)
+    return run_command(_run, argv, INTERRUPTED)
 
 
 def _run(arguments: Sequence[str]) -> int:

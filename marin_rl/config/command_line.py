@@ -60,6 +60,14 @@ CONFIG_OPTIONS = ("config", "config_path")
 
 RESUME_FLAGS = {"accept_changes": "Resume although files of the run were changed, and record the changes."}
 """Flags of marin_rl.train that commands which start it pass on."""
+DATA_FLAGS = {
+    "dry_run": "Read all data, check everything that the run will need, and stop.",
+    "print_config": "Print the config with all defaults, and stop.",
+    **RESUME_FLAGS,
+}
+"""Flags of the commands that train on data."""
+INTERRUPTED = "interrupted; run the same command again to resume from the last checkpoint, if any"
+"""Message of a command that trains and is interrupted before it can save."""
 
 
 def run_command(

@@ -21,7 +21,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.train_config import DpoConfig
-from marin_rl.data.dataset import Batches, describe, join_examples, join_pairs
+from marin_rl.data.dataset import Batches, describe, join_pairs
 from marin_rl.data.rows import Example
 from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import pair_sums, preference_metrics
@@ -34,6 +34,7 @@ from marin_rl.training.supervised_run import (
     SupervisedTask,
     open_supervised,
     read_data,
+    score_examples,
 )
 from marin_rl.utils.devices.setup import own_rows
 from marin_rl.utils.timing import notice_if_long
@@ -128,9 +129,7 @@ def with_reference(parts: DpoParts, pairs: Sequence[Example], start: Start) -> t
 
 def _score(parts: DpoParts, model: LmHeadModel, pairs: Sequence[Example]) -> list[Float32[np.ndarray, " actions"]]:
     """Compute the log-probabilities (nats) of the tokens with loss of each pair."""
-    size, scored = parts.config.batch.size, []
-    # As many pairs as a step has, so that one program scores all of them.
-    for first in range(0, len(pairs), size):
-        batch = join_examples(pairs[first : first + size])
-        scored += batch.actions(parts.scorer.score(model, batch).logprobs)
+    scored = []
+    for batch, scores in score_examples(parts, model, pairs):
+        scored += batch.actions(scores.logprobs)
     return scored

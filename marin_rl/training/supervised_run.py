@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,10 +27,11 @@ from marin_rl.data.dataset import Batches, Encoded, describe, join_examples, rea
 from marin_rl.data.rows import Example
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
+from marin_rl.learner.scoring import Scores
 from marin_rl.model_parts import AbstractModelParts, Report
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.supervised_parts import SftParts
+from marin_rl.supervised_parts import AbstractSupervisedParts, SftParts
 from marin_rl.training.dry_run import dry_run_supervised
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
 from marin_rl.training.open_run import compare_files, interruptible, load_state, report_resume
@@ -227,6 +228,16 @@ def describe_held_out(metrics: Mapping[str, float]) -> str:
     return "held-out " + ", ".join(f"{name} {value:.3f}" for name, value in named.items())
 
 
+def score_examples(
+    parts: AbstractSupervisedParts, policy: LmHeadModel, examples: Sequence[Example]
+) -> Iterator[tuple[RolloutBatch, Scores]]:
+    """Score examples in batches of as many as a step has, so that one program scores all of them."""
+    size = parts.config.batch.size
+    for first in range(0, len(examples), size):
+        batch = join_examples(examples[first : first + size])
+        yield batch, parts.scorer.score(policy, batch)
+
+
 def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Encoded, Encoded]:
     """Return the config with `num_steps`, the rows to train on, and those that are held out."""
     train, held_out = read_examples(
@@ -295,10 +306,8 @@ def held_out_loss(parts: SftParts, examples: Sequence[Example], policy: LmHeadMo
         examples: the held-out rows.
         policy: the weights.
     """
-    size, loss, correct = parts.config.batch.size, 0.0, 0
-    # As many rows as a step has, so that one program scores all of them.
-    for start in range(0, len(examples), size):
-        scores = parts.scorer.score(policy, join_examples(examples[start : start + size]))
+    loss, correct = 0.0, 0
+    for _, scores in score_examples(parts, policy, examples):
         assert scores.is_most_likely is not None
         loss -= scores.logprobs.sum(dtype=np.float64)
         correct += np.count_nonzero(scores.is_most_likely)
