@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
-from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_config, run_command
+from marin_rl.config.command_line import TRAIN_FLAGS, check_command_line, parse_config, run_command
 from marin_rl.pods.config import TpuConfig
 from marin_rl.pods.gcloud import run_gcloud
 from marin_rl.pods.local import LocalConfig, run_together, training_processes
@@ -77,7 +77,7 @@ def _local(own: Sequence[str], passed: Sequence[str]) -> int:
     _require_training(own, passed, ())
     config = parse_config(LocalConfig, own).config
     # Each process would report the same mistake.
-    check_command_line(passed, {"dry_run": "", "print_config": "", **RESUME_FLAGS})
+    check_command_line(passed, TRAIN_FLAGS)
     commands, environment = training_processes(config, passed)
     go_on_without_output()
     return run_together(commands, environment, config.stop_timeout, _write)

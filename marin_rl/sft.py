@@ -4,41 +4,14 @@
 """Fine-tune a policy on data: `python -m marin_rl.sft --config experiments/sft.yaml`."""
 
 import sys
-import time
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import (
-    DATA_FLAGS,
-    INTERRUPTED,
-    check_command_line,
-    parse_run_config,
-    run_command,
-    without_collections,
-)
+from marin_rl.training.command import run_training_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments without the program's name; None for the arguments of the process.
-
-    Returns:
-        Exit status, as of `marin_rl.train`.
-    """
-    return run_command(_run, argv, INTERRUPTED)
-
-
-def _run(arguments: Sequence[str]) -> int:
-    started = time.perf_counter()
-    checked = check_command_line(arguments, DATA_FLAGS, "sft")
-    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    with without_collections():
-        from marin_rl.config.train_config import SftConfig
-        from marin_rl.training.session import run_parsed
-        from marin_rl.training.supervised_run import dry_run_data, prepare_sft
-
-    return run_parsed(parse_run_config(SftConfig, checked, DATA_FLAGS), started, prepare_sft, dry_run_data)
+    """Run the command line; see [`run_training_command`][marin_rl.training.command.run_training_command]."""
+    return run_training_command("sft", argv)
 
 
 if __name__ == "__main__":

@@ -3,30 +3,35 @@
 
 """The parts of a run that trains on data, built from its config."""
 
-import abc
 import dataclasses
 
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.train_config import DpoConfig, SftConfig
 from marin_rl.learner.loss import RlLoss, cross_entropy_loss
 from marin_rl.learner.preference_loss import PreferenceLoss
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.model_parts import AbstractModelParts
+from marin_rl.objectives.aggregation import SequenceMeanConfig, TokenMeanConfig
+from marin_rl.utils.devices.setup import own_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractSupervisedParts(AbstractModelParts):
+class SupervisedParts(AbstractModelParts):
     """The parts of a run that trains on data."""
 
     config: SftConfig | DpoConfig
 
     @property
-    @abc.abstractmethod
     def loss(self) -> RlLoss | PreferenceLoss:
-        """Loss of a microbatch."""
+        """Loss of a microbatch: the cross-entropy, or that of pairs."""
+        if isinstance(self.config, DpoConfig):
+            return PreferenceLoss(self.config.loss, self.logprob_block)
+        return cross_entropy_loss(self.logprob_block)
 
     @property
     def whole_rollouts(self) -> bool:
@@ -35,7 +40,17 @@ class AbstractSupervisedParts(AbstractModelParts):
 
     @property
     def layout(self) -> RowLayout:
-        """Shape of the microbatches."""
+        """Shape of the microbatches, with room for both answers of a pair.
+
+        Raises:
+            ValueError: if a microbatch has no room for a pair of the greatest length.
+        """
+        rows, row_length = self.row_layout.rows_per_microbatch, self.row_layout.row_length
+        if self.config.trains_on_pairs and rows < 2 and row_length < 2 * self.config.batch.max_length:
+            raise ValueError(
+                f"trainer.per_device_parallelism is {self.config.trainer.per_device_parallelism}, so a microbatch is a "
+                f"row of {row_length} positions, but both answers of a pair must fit into one; set at least 2"
+            )
         return self.row_layout
 
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
@@ -61,41 +76,17 @@ class AbstractSupervisedParts(AbstractModelParts):
             accuracy=not self.config.trains_on_pairs,
         )
 
+    def pack(self, batch: RolloutBatch) -> PackedBatch:
+        """Pack a batch into microbatches, of which this process gets its rows.
 
-@dataclasses.dataclass(frozen=True)
-class SftParts(AbstractSupervisedParts):
-    """The parts of supervised fine-tuning."""
-
-    config: SftConfig
-
-    @property
-    def loss(self) -> RlLoss:
-        """The cross-entropy."""
-        return cross_entropy_loss(self.logprob_block)
-
-
-@dataclasses.dataclass(frozen=True)
-class DpoParts(AbstractSupervisedParts):
-    """The parts of direct preference optimization."""
-
-    config: DpoConfig
-
-    @property
-    def layout(self) -> RowLayout:
-        """Shape of the microbatches, with room for a pair of the greatest length.
-
-        Raises:
-            ValueError: if a microbatch has no such room.
+        The loss is the mean over pairs, or over the tokens on the loss mask.
         """
-        rows, row_length = self.row_layout.rows_per_microbatch, self.row_layout.row_length
-        if rows < 2 and row_length < 2 * self.config.batch.max_length:
-            raise ValueError(
-                f"trainer.per_device_parallelism is {self.config.trainer.per_device_parallelism}, so a microbatch is a "
-                f"row of {row_length} positions, but both answers of a pair must fit into one; set at least 2"
-            )
-        return self.row_layout
-
-    @property
-    def loss(self) -> PreferenceLoss:
-        """The loss of pairs."""
-        return PreferenceLoss(self.config.loss, self.logprob_block)
+        pairs = self.config.trains_on_pairs
+        return pack_batch(
+            batch,
+            SequenceMeanConfig() if pairs else TokenMeanConfig(),
+            self.layout,
+            pad_token_id=self.tokenizer.pad_token_id,
+            own_rows=own_rows(self.trainer),
+            ce_mask=None if pairs else batch.loss_mask,
+        )

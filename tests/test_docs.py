@@ -22,7 +22,7 @@ import yaml
 from draccus.utils import is_choice_type
 
 from marin_rl import evaluate, export, plan, replay, serve, train
-from marin_rl.config.command_line import merge, parse_config, read_arguments
+from marin_rl.config.command_line import TRAIN_FLAGS, merge, parse_config, read_arguments
 from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
@@ -216,10 +216,10 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
         with pytest.raises(SystemExit):
             train.main(argv)
     elif module == "marin_rl.train":
-        assert parse_config(TrainConfig, argv, train.FLAGS).config.run_dir
+        assert parse_config(TrainConfig, argv, TRAIN_FLAGS).config.run_dir
     elif module in ("marin_rl.sft", "marin_rl.dpo"):
         kind = RunKind(module.removeprefix("marin_rl."))
-        assert parse_config(kind.config, argv, train.FLAGS).config.run_dir
+        assert parse_config(kind.config, argv, TRAIN_FLAGS).config.run_dir
     elif module == "marin_rl.export":
         assert parse_config(export.ExportRunConfig, argv, export.FLAGS).config.run
     elif module == "marin_rl.launch":

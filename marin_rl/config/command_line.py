@@ -59,15 +59,13 @@ CONFIG_OPTIONS = ("config", "config_path")
 """Names of the option for the config file; `config_path` is levanter's name."""
 
 RESUME_FLAGS = {"accept_changes": "Resume although files of the run were changed, and record the changes."}
-"""Flags of marin_rl.train that commands which start it pass on."""
-DATA_FLAGS = {
-    "dry_run": "Read all data, check everything that the run will need, and stop.",
+"""Flags of the commands that train which commands that start them pass on."""
+TRAIN_FLAGS = {
+    "dry_run": "Check everything that the run will need, print the size of a step, and stop.",
     "print_config": "Print the config with all defaults, and stop.",
     **RESUME_FLAGS,
 }
-"""Flags of the commands that train on data."""
-INTERRUPTED = "interrupted; run the same command again to resume from the last checkpoint, if any"
-"""Message of a command that trains and is interrupted before it can save."""
+"""Flags of the commands that train."""
 
 
 def run_command(

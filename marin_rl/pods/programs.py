@@ -25,7 +25,7 @@ from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import Mode
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
-from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
+from marin_rl.config.train_config import SftConfig, TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.policy_spec import PolicySpec
@@ -41,7 +41,7 @@ from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conver
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
-from marin_rl.supervised_parts import DpoParts, SftParts
+from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.training.references import find_teacher
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.utils.levanter_line import shard
@@ -179,8 +179,7 @@ class RunShapes:
 
 
 def _parts_class(config: AbstractRunConfig) -> type[AbstractModelParts]:
-    classes: dict[type, type[AbstractModelParts]] = {SftConfig: SftParts, DpoConfig: DpoParts}
-    return classes.get(type(config), RunParts)
+    return RunParts if isinstance(config, TrainConfig) else SupervisedParts
 
 
 def open_shapes(config: AbstractRunConfig, vocab_size: int) -> RunShapes:

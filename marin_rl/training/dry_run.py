@@ -9,14 +9,15 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
-from marin_rl.config.train_config import DpoConfig, TrainConfig
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.data.dataset import describe as describe_data
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
@@ -44,6 +45,7 @@ from marin_rl.training.open_run import read_progress
 from marin_rl.training.references import check_reference
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
 from marin_rl.training.step_records import check_trackers
+from marin_rl.training.supervised_run import read_data
 from marin_rl.training.trial_rollouts import (
     TRIAL_TASKS,
     FixedReplies,
@@ -159,7 +161,6 @@ def dry_run(
 
 
 def dry_run_supervised(
-    read: Callable[[Any], tuple[Any, str]],
     config: AbstractSupervisedConfig,
     report: Report,
     *,
@@ -169,7 +170,6 @@ def dry_run_supervised(
     """Check everything that a run on data needs: files, tokenizer, all rows, trackers and run directory.
 
     Args:
-        read: reads the data of a config whose `model` is set; returns the config with `num_steps`, and a description.
         config: config of the run.
         report: as for `dry_run`.
         accept_changes: as for `dry_run`.
@@ -184,10 +184,10 @@ def dry_run_supervised(
         return found.problems
     found.attempt(check_weight_files, resolved.initialize_from, resolved.run_dir, resolved.tokenizer.path)
     tokenizer = found.attempt(resolved.tokenizer.build)
-    if tokenizer is None or (data := found.attempt(read, resolved)) is None:
+    if tokenizer is None or (read := found.attempt(read_data, resolved)) is None:
         return found.problems
-    config, described = data
-    found.line("data", described)
+    config, data = read
+    found.line("data", describe_data(*data))
     weights = config.initialize_from, config.model
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:
@@ -234,7 +234,7 @@ def _directory_state(config: AbstractRunConfig, *, accept_changes: bool, named: 
             return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
         progress, files, checkpoint = loaded
         compare_on_resume(files, checkpoint.path, digest_inputs(config), accept=accept_changes)
-        if config.needs_initial_policy if isinstance(config, TrainConfig) else isinstance(config, DpoConfig):
+        if isinstance(config, TrainConfig) and config.needs_initial_policy:
             checkpoints.open(0)
     except StorageError as error:
         # A machine without access to the store can check the config of a run on other machines.

@@ -25,7 +25,7 @@ from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH
-from marin_rl.config.train_config import SftConfig, TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
@@ -42,7 +42,7 @@ from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.stops import stop_text_bytes
-from marin_rl.supervised_parts import DpoParts, SftParts
+from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
@@ -164,7 +164,7 @@ def load_run(run: str, step: int | None) -> tuple[AbstractRunConfig, Checkpoints
 
 def open_parts(config: AbstractRunConfig) -> AbstractModelParts:
     """Start the devices of this process alone for the parts of an earlier run, maybe of another machine."""
-    kind = RunParts if isinstance(config, TrainConfig) else SftParts if isinstance(config, SftConfig) else DpoParts
+    kind = RunParts if isinstance(config, TrainConfig) else SupervisedParts
     return kind.start(config, alone=True, of_other_machine=True)
 
 

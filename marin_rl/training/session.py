@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -20,6 +20,7 @@ import jax
 
 from marin_rl.config.command_line import ParsedConfig
 from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.run_kind import RunKind
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
@@ -40,8 +41,10 @@ from marin_rl.training.console import ProgressDisplay, describe_step, print_and_
 from marin_rl.training.earlier_run import export_folder, read_config, resolve_model
 from marin_rl.training.loop import AbstractRun, train
 from marin_rl.training.open_run import open_run
+from marin_rl.training.preference_run import dpo_task
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.step_records import StepRecords, check_trackers, open_profiler, open_records
+from marin_rl.training.supervised_run import prepare_supervised, sft_task
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
 from marin_rl.utils.errors import Closing, UserError, explain, writing
@@ -57,27 +60,21 @@ logger = logging.getLogger(__name__)
 Prepare = Callable[[Any], tuple[AbstractRunConfig, Callable[..., AbstractRun]]]
 """Reads the data of a config whose `model` is set; returns the config of the run, and the function that opens it, with
 the arguments of `open_run` after the config."""
+PREPARE: Mapping[RunKind, Prepare] = {
+    # An RL run reads its data itself.
+    RunKind.TRAIN: lambda config: (config, functools.partial(open_run, config)),
+    RunKind.SFT: functools.partial(prepare_supervised, sft_task),
+    RunKind.DPO: functools.partial(prepare_supervised, dpo_task),
+}
+"""How the runs of each command are prepared."""
 
 
-def prepare_rl(config: TrainConfig) -> tuple[AbstractRunConfig, Callable[..., AbstractRun]]:
-    """Return the function that opens an RL run, which reads its data itself; see `Prepare`."""
-    return config, functools.partial(open_run, config)
-
-
-DryRunOf = Callable[..., list[str]]
-"""Checks a config, with the arguments of `dry_run`; returns the problems."""
-
-
-def run_parsed(
-    parsed: ParsedConfig[Any], started: float, prepare: Prepare = prepare_rl, dry_run_of: DryRunOf | None = None
-) -> int:
+def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
     """Do what the flags of a command that trains ask for: print the config, check it, or train.
 
     Args:
         parsed: config and flags.
         started: `time.perf_counter()` at the start of the command.
-        prepare: as for `run_session`.
-        dry_run_of: checks the config; None for that of RL.
 
     Returns:
         Exit status.
@@ -91,9 +88,9 @@ def run_parsed(
     choices = {"accept_changes": "accept_changes" in parsed.flags, "named": named}
     if "dry_run" not in parsed.flags:
         go_on_without_output()
-        run_session(parsed.config, sys.stdout, prepare, **choices, started=started)
+        run_session(parsed.config, sys.stdout, **choices, started=started)
         return 0
-    from marin_rl.training.dry_run import dry_run
+    from marin_rl.training.dry_run import dry_run, dry_run_supervised
 
     # The accelerators may be those of a running job, or absent.
     jax.config.update("jax_platforms", "cpu")
@@ -101,7 +98,8 @@ def run_parsed(
     def report(text: str) -> None:
         print(escape(text), flush=True)
 
-    problems = (dry_run_of or dry_run)(parsed.config, report, **choices)
+    check: Callable[..., list[str]] = dry_run if isinstance(parsed.config, TrainConfig) else dry_run_supervised
+    problems = check(parsed.config, report, **choices)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0
@@ -110,7 +108,6 @@ def run_parsed(
 def run_session(
     config: AbstractRunConfig,
     stream: TextIO,
-    prepare: Prepare = prepare_rl,
     *,
     accept_changes: bool = False,
     named: Collection[str] = (),
@@ -121,7 +118,6 @@ def run_session(
     Args:
         config: training config; if `model` is None, the architecture is read from `initialize_from`.
         stream: console output.
-        prepare: returns the function that opens the run.
         accept_changes: whether to resume although files that the run reads or has written were changed.
         named: dotted keys whose change is intended if the run resumes, as those given on a command line.
         started: `time.perf_counter()` at the start of the command; None for now.
@@ -142,7 +138,7 @@ def run_session(
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
         require_same_software()
-        config, open_this = prepare(resolve_model(config))
+        config, open_this = PREPARE[RunKind.of_config(config)](resolve_model(config))
         directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
 
         def report_if_finished() -> str | None:

@@ -12,33 +12,30 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
-from marin_rl.config.train_config import SftConfig
 from marin_rl.data.dataset import Batches, Encoded, describe, join_examples, read_examples
 from marin_rl.data.rows import Example
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.scoring import Scores
-from marin_rl.model_parts import AbstractModelParts, Report
-from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.model_parts import Report
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.supervised_parts import AbstractSupervisedParts, SftParts
-from marin_rl.training.dry_run import dry_run_supervised
+from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
 from marin_rl.training.open_run import compare_files, interruptible, load_state, report_resume
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
 from marin_rl.training.shared_run import require_same_batch, require_same_inputs
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import collect_garbage, own_rows
+from marin_rl.utils.devices.setup import collect_garbage
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.storage import StoragePath
 from marin_rl.utils.timing import PhaseTimer, compile_clock
@@ -49,29 +46,32 @@ HELD_OUT = "eval/held_out"
 """Prefix of the metrics of held-out rows."""
 
 
+class Data(NamedTuple):
+    """Tokenized rows of a run."""
+
+    train: Encoded
+    """Rows to train on."""
+    held_out: Encoded
+    """Rows on which the loss is measured."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SupervisedTask:
     """The batches of a run, and how they are measured."""
 
-    batch: Callable[[int], RolloutBatch]
-    """Returns the batch of a step, from 1 on."""
-    pack: Callable[[RolloutBatch], PackedBatch]
-    """Packs a batch into microbatches, of which this process gets its rows."""
-    epochs: Callable[[int], float]
-    """Returns the number of epochs until the end of a step."""
-    measure: Callable[[LmHeadModel], dict[str, float]] | None
-    """Returns the held-out metrics of a policy; None if nothing is held out."""
+    batches: Batches[Example]
+    """The examples of each step."""
+    join: Callable[[Sequence[Example]], RolloutBatch]
+    """Makes a batch of examples."""
+    measure: Callable[[LmHeadModel], dict[str, float]]
+    """Returns the held-out metrics of a policy; not called if nothing is held out."""
     first_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     """Further files of the checkpoint of step 0, by name."""
 
 
-class Start(NamedTuple):
-    """The start of a run."""
-
-    policy: Any
-    """The weights of a new run; None if it resumes."""
-    checkpoints: Checkpoints
-    """Checkpoints of a run that resumes."""
+MakeTask = Callable[[SupervisedParts, Data, Checkpoints, LmHeadModel | None], SupervisedTask]
+"""Makes the task of a run from its parts, its data, its checkpoints, and the policy of a new run, which is None if the
+run resumes."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,6 +80,10 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
 
     milestones: ClassVar[tuple[str, str]] = "before training", "after training"
 
+    parts: SupervisedParts
+    """The parts."""
+    data: Data
+    """The data."""
     task: SupervisedTask
     """Batches and measures."""
     prepared: dict[int, PackedBatch] = dataclasses.field(default_factory=dict)
@@ -103,7 +107,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
         progress.trained_tokens += packed.num_loss_tokens
         metrics = loss_metrics([update])
         metrics |= {
-            "epoch": self.task.epochs(step),
+            "epoch": self.task.batches.epochs(step),
             "updates": float(progress.updates),
             "tokens/trained_per_second": packed.num_loss_tokens / timer.seconds["step"],
             "tokens/processed_per_second": packed.num_tokens / timer.seconds["step"],
@@ -126,12 +130,11 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
 
     def measure(self, milestone: str) -> dict[str, float]:
         """Measure the held-out rows, if there are any; return the metrics."""
-        if self.task.measure is None:
+        if not self.data.held_out.examples:
             return {}
-        self.progress.evaluations[milestone] = self.task.measure(
-            assemble(policy_of(self.trainer_state.model), self.base)
-        )
-        return self.progress.evaluations[milestone]
+        metrics = self.task.measure(assemble(policy_of(self.trainer_state.model), self.base))
+        self.progress.evaluations[milestone] = metrics
+        return metrics
 
     def save(self) -> StoragePath:
         """Start to write a checkpoint, after all records before it are stored."""
@@ -148,16 +151,35 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
         """Do nothing: only records are stored."""
 
     def _pack(self, step: int) -> PackedBatch:
-        batch = self.task.batch(step)
-        packed = self.task.pack(batch)
+        batch = self.task.join(self.task.batches.of_step(step))
+        packed = self.parts.pack(batch)
         require_same_batch(step, batch, [packed])
         return packed
 
 
+def prepare_supervised(
+    make_task: MakeTask, config: SupervisedConfig
+) -> tuple[SupervisedConfig, Callable[..., SupervisedRun]]:
+    """Read and tokenize the data of a run; see `Prepare` in `marin_rl.training.session`.
+
+    Args:
+        make_task: returns the batches and measures of the run.
+        config: config of the run; `model` is set.
+
+    Returns:
+        The config with `num_steps`, and the function that opens the run.
+
+    Raises:
+        ValueError: if the data is invalid; the message names the file, the line and the column.
+    """
+    config, data = read_data(config)
+    return config, functools.partial(open_supervised, make_task, config, data)
+
+
 def open_supervised(
+    make_task: MakeTask,
     config: AbstractSupervisedConfig,
-    parts_class: type[AbstractModelParts],
-    make_task: Callable[[Any, Start], SupervisedTask],
+    data: Data,
     folder: StoragePath,
     report: Report,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -168,9 +190,9 @@ def open_supervised(
     """Start a run that trains on data, or resume it from its newest valid checkpoint.
 
     Args:
-        config: config of the run; `model` and `num_steps` are set.
-        parts_class: class of its parts.
         make_task: returns the batches and measures of the run.
+        config: config of the run; `model` and `num_steps` are set.
+        data: its data.
         folder: run directory.
         report: called with each progress message.
         stop_requested: returns whether this process was asked to stop; not read, because the start takes no steps.
@@ -185,7 +207,7 @@ def open_supervised(
     """
     timer = PhaseTimer() if command_timer is None else command_timer
     with contextlib.ExitStack() as resources, interruptible():
-        parts = parts_class.start(config, resources=resources, report=report)
+        parts = SupervisedParts.start(config, resources=resources, report=report)
         inputs = digest_inputs(config)
         require_same_inputs(inputs)
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.trains_on_pairs)
@@ -199,8 +221,8 @@ def open_supervised(
             progress, state = loaded.progress, loaded.state
             files = compare_files(loaded, inputs, report, accept=accept_changes)
             report_resume(loaded, checkpoints, report)
+        report(describe(*data))
         policy = None if loaded else parts.assemble(policy_of(state.model))
-        task = make_task(parts, Start(policy, checkpoints))
         run = SupervisedRun(
             config=config,
             progress=progress,
@@ -209,10 +231,12 @@ def open_supervised(
             base=parts.base,
             tokenizer=parts.tokenizer,
             checkpoints=checkpoints,
-            resources=resources.pop_all(),
             files=files,
             command_timer=timer,
-            task=task,
+            parts=parts,
+            data=data,
+            task=make_task(parts, data, checkpoints, policy),
+            resources=resources.pop_all(),
         )
     if loaded is None:
         with timer.phase("evaluation"):
@@ -229,7 +253,7 @@ def describe_held_out(metrics: Mapping[str, float]) -> str:
 
 
 def score_examples(
-    parts: AbstractSupervisedParts, policy: LmHeadModel, examples: Sequence[Example]
+    parts: SupervisedParts, policy: LmHeadModel, examples: Sequence[Example]
 ) -> Iterator[tuple[RolloutBatch, Scores]]:
     """Score examples in batches of as many as a step has, so that one program scores all of them."""
     size = parts.config.batch.size
@@ -238,67 +262,26 @@ def score_examples(
         yield batch, parts.scorer.score(policy, batch)
 
 
-def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Encoded, Encoded]:
-    """Return the config with `num_steps`, the rows to train on, and those that are held out."""
-    train, held_out = read_examples(
-        config.source, config.source_key, config.batch, config.tokenizer.build(), pairs=config.trains_on_pairs
-    )
-    steps = Batches(train.examples, config.batch.size, config.seed).steps(config.epochs)
-    return dataclasses.replace(config, num_steps=config.num_steps or steps), train, held_out
-
-
-def dry_run_data(
-    config: AbstractSupervisedConfig, report: Report, *, accept_changes: bool, named: Collection[str]
-) -> list[str]:
-    """Check everything that a run on data needs, and read all its data; see `dry_run_supervised`."""
-
-    def read(config: AbstractSupervisedConfig) -> tuple[AbstractSupervisedConfig, str]:
-        config, *data = read_data(config)
-        return config, describe(*data)
-
-    return dry_run_supervised(read, config, report, accept_changes=accept_changes, named=named)
-
-
-# Supervised fine-tuning.
-
-
-def prepare_sft(config: SftConfig) -> tuple[SftConfig, Callable[..., SupervisedRun]]:
-    """Read and tokenize the data of a run; see `Prepare` in `marin_rl.training.session`.
-
-    Returns:
-        The config with `num_steps`, and the function that opens the run.
-
-    Raises:
-        ValueError: if the data is invalid; the message names the file, the line and the column.
-    """
-    config, train, held_out = read_data(config)
-    batches = Batches(train.examples, config.batch.size, config.seed)
-
-    def make_task(parts: SftParts, start: Start) -> SupervisedTask:
-        parts.report(describe(train, held_out))
-        return SupervisedTask(
-            batch=lambda step: join_examples(batches.of_step(step)),
-            pack=lambda batch: pack_cross_entropy(batch, parts),
-            epochs=batches.epochs,
-            measure=functools.partial(held_out_loss, parts, held_out.examples) if held_out.examples else None,
+def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
+    """Read and tokenize the data of a run; return the config with `num_steps`, and the data."""
+    data = Data(
+        *read_examples(
+            config.source, config.source_key, config.batch, config.tokenizer.build(), pairs=config.trains_on_pairs
         )
-
-    return config, functools.partial(open_supervised, config, SftParts, make_task)
-
-
-def pack_cross_entropy(batch: RolloutBatch, parts: AbstractModelParts) -> PackedBatch:
-    """Pack a batch for the cross-entropy of the tokens on its loss mask, the mean over all of them."""
-    return pack_batch(
-        batch,
-        TokenMeanConfig(),
-        parts.layout,
-        pad_token_id=parts.tokenizer.pad_token_id,
-        own_rows=own_rows(parts.trainer),
-        ce_mask=batch.loss_mask,
     )
+    steps = Batches(data.train.examples, config.batch.size, config.seed).steps(config.epochs)
+    return dataclasses.replace(config, num_steps=config.num_steps or steps), data
 
 
-def held_out_loss(parts: SftParts, examples: Sequence[Example], policy: LmHeadModel) -> dict[str, float]:
+def sft_task(
+    parts: SupervisedParts, data: Data, checkpoints: Checkpoints, policy: LmHeadModel | None
+) -> SupervisedTask:
+    """Return the batches of supervised fine-tuning and the loss of held-out rows; see `MakeTask`."""
+    batches = Batches(data.train.examples, parts.config.batch.size, parts.config.seed)
+    return SupervisedTask(batches, join_examples, functools.partial(held_out_loss, parts, data.held_out.examples))
+
+
+def held_out_loss(parts: SupervisedParts, examples: Sequence[Example], policy: LmHeadModel) -> dict[str, float]:
     """Return the cross-entropy (nats per token) and the share of tokens that are the most likely ones.
 
     Args:

@@ -27,8 +27,6 @@ from marin_rl.pods.compiling import (
 from marin_rl.pods.programs import LOWER, RunShapes, open_shapes
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.training.preference_run import pack_pairs
-from marin_rl.training.supervised_run import pack_cross_entropy
 from marin_rl.utils.devices.setup import own_rows
 from tests.pods.plan_cases import tiny_config, tiny_supervised
 
@@ -106,9 +104,9 @@ def test_programs_of_data_are_those_of_the_run(kind: RunKind):
     ).microbatches
     if pairs:
         rows = [dataclasses.replace(row, reference=np.zeros(62, np.float32)) for row in rows]
-        updated = pack_pairs(join_pairs(rows, length_normalized=False), parts).microbatches
+        updated = parts.pack(join_pairs(rows, length_normalized=False)).microbatches
     else:
-        updated = pack_cross_entropy(unscored, parts).microbatches
+        updated = parts.pack(unscored).microbatches
     assert LOWER["update"](shapes).as_text() == parts.learner.lower(state, updated).as_text()
     assert LOWER["score"](shapes).as_text() == parts.scorer.lower(state.model, scored).as_text()
 

@@ -194,26 +194,41 @@ def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not run.path.exists()
 
 
-def test_a_lost_reference_is_reported(finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("lost", ["", "reference_logprobs.npz", "manifest.json"])
+def test_a_lost_reference_is_computed_again(
+    finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
     resumed = interrupted_after(finished, 4, tmp_path / "copy")
-    shutil.rmtree(resumed.checkpoint(0))
-    for more in ("--dry_run",), ():
-        assert train(resumed, *more) == 1
-        assert f"error: checkpoint {resumed.checkpoint(0)}" in capsys.readouterr().err
+    path = resumed.checkpoint(0) / lost
+    path.unlink() if lost else shutil.rmtree(path)
+    assert train(resumed, "--dry_run") == 0
+    assert train(resumed) == 0
+    assert "computed again from the initial weights of the config" in capsys.readouterr().out
+    expected, found = outcome(finished), outcome(resumed)
+    for part in ("records", "progress", "state", "hf"):
+        assert found[part] == expected[part], part
 
 
-def test_changed_pairs_are_refused(finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    resumed = interrupted_after(finished, 4, tmp_path / "copy")
+def test_accepted_pairs_have_a_reference_of_their_own(
+    finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that resumes before its first step with other pairs equals a new run on these."""
+    resumed = interrupted_after(finished, 0, tmp_path / "copy")
     pairs = finished.path.parent / "pairs.jsonl"
     text = pairs.read_text()
+    new = make_run(tmp_path / "new")
     try:
-        pairs.write_text(text.replace('"chosen": "4"', '"chosen": "6"', 1))
+        for file in pairs, tmp_path / "new" / "pairs.jsonl":
+            file.write_text(text.replace('"chosen": "4"', '"chosen": "6"', 1))
         assert train(resumed) == 1
         assert "files of the run were changed" in capsys.readouterr().err
-        assert train(resumed, "--accept_changes") == 1
-        assert "the pairs are not those whose reference is in" in capsys.readouterr().err
+        assert train(resumed, "--accept_changes") == 0
     finally:
         pairs.write_text(text)
+    assert train(new) == 0
+    expected, found = outcome(new), outcome(resumed)
+    assert found["records"][1:] == expected["records"][1:] != outcome(finished)["records"][1:]
+    assert found["state"] == expected["state"]
 
 
 def test_packing_does_not_change_a_run(finished: TinyRun, tmp_path: Path) -> None:
