@@ -237,7 +237,8 @@ def stored(folder: Path) -> dict[str, list[dict[str, Any]]]:
     from marin_rl.runs.rollout_store import list_files, read_file
 
     files = list_files(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(file.path.name for file in files)
+    present = folder.iterdir() if folder.exists() else ()
+    assert sorted(path.name for path in present) == sorted(file.path.name for file in files)
     tables = {file.path.name: read_file(file.path) for file in files}
     return {name: table.drop_columns("seconds").to_pylist() for name, table in tables.items() if table is not None}
 

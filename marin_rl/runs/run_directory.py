@@ -107,7 +107,9 @@ class RunDirectory:
         return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
 
 
-def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = False) -> RunDirectory:
+def create_or_open(
+    path: StoragePath, config_yaml: str, *, keep_config: bool = False, stores_rollouts: bool = True
+) -> RunDirectory:
     """Create a run directory, or open the directory of the same run.
 
     The caller has compared the configs; see [`plan_changes`][marin_rl.training.config_changes.plan_changes].
@@ -116,6 +118,7 @@ def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = F
         path: the run directory.
         config_yaml: resolved config; it replaces that of an earlier start, whose history of changes is kept.
         keep_config: whether to keep the config of an earlier start.
+        stores_rollouts: whether the run has a folder of rollouts.
 
     Raises:
         RunDirectoryError: if the directory contains a run without a config, or cannot be written.
@@ -125,7 +128,7 @@ def create_or_open(path: StoragePath, config_yaml: str, *, keep_config: bool = F
         path.mkdir(parents=True, exist_ok=True)
         if (old_yaml := require_config(directory)) is not None and directory.has_results():
             history = comments_of(old_yaml)
-        for folder in (directory.rollouts, directory.checkpoints):
+        for folder in (directory.checkpoints, *([directory.rollouts] if stores_rollouts else [])):
             folder.mkdir(exist_ok=True)
     if old_yaml is None or (not keep_config and old_yaml != history + config_yaml):
         write_atomically(directory.config, history + config_yaml)

@@ -207,7 +207,8 @@ def _open_directory(config: AbstractRunConfig, directory: RunDirectory, named: C
         # If this start is killed, the next one exports with the new settings.
         with writing(directory.hf):
             (directory.hf / EXPORTED_STEP).unlink(missing_ok=True)
-    create_or_open(directory.path, to_yaml(config), keep_config=bool(changes))
+    stores_rollouts = isinstance(config, TrainConfig)
+    create_or_open(directory.path, to_yaml(config), keep_config=bool(changes), stores_rollouts=stores_rollouts)
     return changes
 
 

@@ -92,6 +92,7 @@ def test_a_run_learns_for_whole_epochs(finished: SftRun):
     assert all(record["grad_norm"] > 0 for record in records[1:])
     for name in ("curves.png", "hf/model.safetensors", "hf/tokenizer.json", "log.txt"):
         assert (finished.path / name).exists()
+    assert not (finished.path / "rollouts").exists()
 
 
 def test_a_run_killed_within_an_epoch_equals_an_uninterrupted_one(finished: SftRun, tmp_path: Path):
