@@ -215,29 +215,46 @@ def _message(item: Any, where: str) -> Message:
 
 def _call(call: Any, where: str) -> str:
     """Return the text of a tool call, given in OpenAI's format, in which arguments may be JSON."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"{where} has a tool call whose arguments are not JSON: {error}") from error
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or arguments is None:
-        raise ValueError(f"{where} has the tool call {call!r:.200}; it must have a name and arguments")
-    text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    function = _function(call)
+    name, arguments = function.get("name"), _from_json(function.get("arguments"), f"{where} has arguments that are")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise ValueError(f"{where} has the tool call {call!r:.200}; it must have a name and arguments, an object")
+    text = _to_json({"name": name, "arguments": arguments}, f"{where} has a tool call that is")
     return f"{CALL_START}\n{text}\n{CALL_END}"
 
 
 def _read_tools(row: Row) -> list[Mapping[str, Any]]:
-    tools = row.values.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise ValueError(f"{row.where}: column 'tools' is not JSON: {error}") from error
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise ValueError(f"{row.where}: column 'tools' holds {tools!r:.200}; it must be a list of JSON schemas")
-    return tools or []
+    tools = _from_json(row.values.get("tools"), f"{row.where}: column 'tools' is")
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(_function(tool).get("name"), str) for tool in tools):
+        raise ValueError(
+            f"{row.where}: column 'tools' holds {tools!r:.200}; it must be a list of JSON schemas of functions, each "
+            "with a name"
+        )
+    _to_json(tools, f"{row.where}: column 'tools' is")
+    return tools
+
+
+def _function(value: Any) -> Mapping[str, Any]:
+    """Return the function of a tool or of a call, which may be a part of it; empty if there is none."""
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
+def _from_json(value: Any, name: str) -> Any:
+    """Parse a value that may be JSON as text; a message begins with `name`."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} not JSON: {error}") from error
+
+
+def _to_json(value: Any, name: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} not JSON: {error}") from error
 
 
 def _with_tools(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -259,36 +276,35 @@ def _encode_text(row: Row, tokenizer: ChatTokenizer) -> tuple[list[int], list[bo
     return ids, [True] * len(ids)
 
 
-def _read_tokens(row: Row, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = _integers(row, "input_ids")
-    if wrong := ids[(ids < 0) | (ids >= vocab_size)].tolist():
-        raise ValueError(
-            f"{row.where}: column 'input_ids' has the id {wrong[0]}, outside the vocabulary of {vocab_size} tokens"
-        )
+def _read_tokens(row: Row, vocab_size: int) -> tuple[list[int], list[bool]]:
+    ids = _integers(row, "input_ids", range(vocab_size))
     given = [column for column in ("labels", _MASK) if row.values.get(column) is not None]
     if len(given) != 1:
         raise ValueError(
             f"{row.where}: a row with input_ids needs labels, which are {NO_LABEL} for tokens without loss, or "
             f"{_MASK}, which is 1 for tokens with loss; it has {' and '.join(given) or 'neither'}"
         )
-    values = _integers(row, given[0])
+    is_mask = given == [_MASK]
+    values = _integers(row, given[0], range(2) if is_mask else range(NO_LABEL, vocab_size))
     if len(values) != len(ids):
         raise ValueError(
             f"{row.where}: column {given[0]!r} has {len(values)} values, but input_ids {len(ids)}; make them equal"
         )
-    if given == [_MASK]:
-        if not np.isin(values, (0, 1)).all():
-            raise ValueError(f"{row.where}: column {_MASK!r} must hold 0 and 1 only")
-        return ids, values == 1
-    if not np.isin(values[values != ids], NO_LABEL).all():
+    if not is_mask and any(label not in (NO_LABEL, id) for label, id in zip(values, ids, strict=True)):
         raise ValueError(f"{row.where}: column 'labels' must hold the id of its token, or {NO_LABEL}; do not shift it")
-    return ids, values != NO_LABEL
+    return ids, [value == 1 if is_mask else value != NO_LABEL for value in values]
 
 
-def _integers(row: Row, column: str) -> np.ndarray:
-    values = row.values[column]
-    if not isinstance(values, list) or not values or not all(isinstance(value, int) for value in values):
+def _integers(row: Row, column: str, allowed: range) -> list[int]:
+    """Read a column of integers; of a mask also of booleans."""
+    values, types = row.values[column], {int, bool} if column == _MASK else {int}
+    if not isinstance(values, list) or not values:
         raise ValueError(f"{row.where}: column {column!r} holds {values!r:.200}; it must be a list of integers")
-    if max(map(abs, values)) >= 2**31:
-        raise ValueError(f"{row.where}: column {column!r} holds {max(values, key=abs)}, which is no id of a token")
-    return np.array(values, np.int64)
+    # Sets of types are compared without a loop in Python, which would take long.
+    if not set(map(type, values)) <= types or min(values) not in allowed or max(values) not in allowed:
+        index = next(i for i, value in enumerate(values) if type(value) not in types or value not in allowed)
+        raise ValueError(
+            f"{row.where}: column {column!r}, item {index} is {values[index]!r:.200}; it must be an integer from "
+            f"{allowed[0]} to {allowed[-1]}"
+        )
+    return values

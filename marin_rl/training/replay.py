@@ -196,7 +196,8 @@ def _starting_step(directory: RunDirectory, checkpoints: Checkpoints, step: int,
     stored = [file.step for file in list_files(directory.rollouts) if file.purpose == TRAINING]
     newest = max([*stored, *saved, *without_groups], default=0)
     if not 1 <= step <= newest:
-        raise ReplayError(f"run {run!r} has no step {step}; its steps are 1 to {newest}")
+        steps = f"its steps are 1 to {newest}" if newest else "it has done none"
+        raise ReplayError(f"run {run!r} has no step {step}; {steps}")
     before = [number for number in saved if number < step]
     if not before:
         raise ReplayError(

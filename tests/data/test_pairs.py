@@ -200,7 +200,7 @@ def test_a_long_pair_is_skipped_as_a_whole(chat):
         ({"messages": json.dumps([PROMPT, RIGHT])}, "column 'messages' holds '[{"),
         (
             {"input_ids": [1, 10**12], "labels": [1, 2]},
-            "column 'input_ids' holds 1000000000000, which is no id",
+            "column 'input_ids', item 1 is 1000000000000; it must be",
         ),
     ],
 )

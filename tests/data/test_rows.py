@@ -4,6 +4,7 @@
 """Rows of supervised data have the tokens of an episode, and loss on the replies."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -161,9 +162,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "call": ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": 3}]}]}, "it must have a name and"),
     "arguments": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-        "whose arguments are not JSON",
+        "has arguments that are not JSON",
+    ),
+    "list of arguments": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        "it must have a name and arguments, an object",
+    ),
+    "infinite argument": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": math.inf}}]}]},
+        "has a tool call that is not JSON",
+    ),
+    "bytes as argument": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": b"y"}}]}]},
+        "has a tool call that is not JSON",
     ),
     "tools": ({"messages": [USER, REPLY], "tools": [3]}, "column 'tools' holds [3]"),
+    "number as tools": ({"messages": [USER, REPLY], "tools": 3}, "column 'tools' holds 3"),
+    "nameless tool": ({"messages": [USER, REPLY], "tools": [{"type": "function"}]}, "column 'tools' holds"),
     "tools as text": ({"messages": [USER, REPLY], "tools": "["}, "column 'tools' is not JSON"),
     "surrogate": ({"messages": [USER, {**REPLY, "content": "\ud800"}]}, "lone surrogate"),
     "empty text": ({"text": ""}, "column 'text' holds ''"),
@@ -172,11 +187,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two masks": ({**ROW, "assistant_masks": [1, 1]}, "it has labels and assistant_masks"),
     "length": ({**ROW, "labels": [5]}, "column 'labels' has 1 values, but input_ids 2"),
     "shifted labels": ({**ROW, "labels": [6, -100]}, "do not shift it"),
-    "mask": ({"input_ids": [5, 6], "assistant_masks": [0, 2]}, "must hold 0 and 1 only"),
-    "id": ({"input_ids": [5, 70000], "labels": [5, 70000]}, "has the id 70000, outside the vocabulary"),
-    "negative id": ({"input_ids": [-1, 5], "labels": [-100, 5]}, "has the id -1"),
+    "mask": ({"input_ids": [5, 6], "assistant_masks": [0, 2]}, "'assistant_masks', item 1 is 2; it must be an integer"),
+    "id": ({"input_ids": [5, 70000], "labels": [5, 70000]}, "item 1 is 70000; it must be an integer from 0 to "),
+    "negative id": ({"input_ids": [-1, 5], "labels": [-100, 5]}, "column 'input_ids', item 0 is -1"),
+    "huge id": ({**ROW, "input_ids": [5, 2**70]}, "column 'input_ids', item 1 is 1180591620717411303424"),
+    "boolean ids": ({"input_ids": [True, False], "labels": [1, 0]}, "column 'input_ids', item 0 is True"),
+    "boolean label": ({"input_ids": [5, 1], "labels": [5, True]}, "column 'labels', item 1 is True"),
+    "whole float": ({"input_ids": [5, 6], "assistant_masks": [0, 1.0]}, "'assistant_masks', item 1 is 1.0"),
+    "not a number": ({**ROW, "labels": [5, math.nan]}, "column 'labels', item 1 is nan"),
+    "nested ids": ({**ROW, "input_ids": [[5, 6]]}, "column 'input_ids', item 0 is [5, 6]"),
+    "text as ids": ({**ROW, "input_ids": "56"}, "column 'input_ids' holds '56'"),
+    "null among ids": ({**ROW, "input_ids": [5, None]}, "column 'input_ids', item 1 is None"),
     "no ids": ({"input_ids": [], "labels": []}, "column 'input_ids' holds []"),
-    "no integers": ({"input_ids": [0.5], "labels": [1]}, "it must be a list of integers"),
+    "no integers": ({"input_ids": [0.5], "labels": [1]}, "column 'input_ids', item 0 is 0.5"),
     "no loss": ({"input_ids": [5, 6], "labels": [-100, -100]}, "no token has loss"),
     "loss on the first token": ({"input_ids": [5, 6], "labels": [5, -100]}, "no token has loss"),
 }

@@ -129,6 +129,7 @@ CHECKPOINTS = [f"checkpoints/step-{step:08d}" for step in range(7)]
     [
         (0, remove(), "has no step 0; its steps are 1 to 6"),
         (7, remove(), "has no step 7; its steps are 1 to 6"),
+        (1, remove("rollouts", "metrics.jsonl", *CHECKPOINTS[1:]), "has no step 1; it has done none"),
         (2, remove(*CHECKPOINTS[:2]), r"needs a checkpoint of an earlier step, but .* only those of \[2, 3, 4, 5, 6\]"),
         (3, remove(*CHECKPOINTS), r"needs a checkpoint of an earlier step, but .* only those of \[\]"),
         (1, remove(*(f"rollouts/step-0000000{step}.parquet" for step in (1, 2))), "only those of steps 3 to 6"),
