@@ -19,13 +19,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import jax
+
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.runs.metrics_file import append_record
 from marin_rl.runs.run_directory import create_or_open
 from marin_rl.training.earlier_run import resolve_model
@@ -53,7 +55,7 @@ class FixedLagRollouts:
             lag: staleness, in steps.
         """
         self._run = run
-        self._history: WeightHistory[Any] = WeightHistory(lag + 1)
+        self._lag, self._history = lag, dict[WeightVersion, Any]()
         self._requests: list[GroupRequest] = []
         self.counts: dict[str, int] = {}
         self.publish(policy_of(run.trainer_state.model), run.state.progress.step)
@@ -68,7 +70,7 @@ class FixedLagRollouts:
         requests = [request for request in self._requests if request.number.step == step]
         self._requests = [request for request in self._requests if request.number.step != step]
         version = requests[0].min_version
-        run.runner.sampler.update_weights(self._history.get(version), version)
+        run.runner.sampler.update_weights(self._history[version], version)
         rollouts = LocalRollouts(
             run.runner,
             group_size=run.config.rollouts.group_size,
@@ -82,7 +84,9 @@ class FixedLagRollouts:
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """See `RolloutSource`."""
-        self._history.keep(model, version)
+        # The next update donates the arrays.
+        self._history[version] = jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, model)
+        self._history.pop(version - self._lag - 1, None)
 
     def flush(self) -> None:
         """Do nothing."""

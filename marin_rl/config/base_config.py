@@ -191,20 +191,6 @@ def _check_trunk(config: AbstractTrainConfig) -> Iterator[str]:
         )
 
 
-def _check_replay(config: AbstractTrainConfig) -> Iterator[str]:
-    if config.replay.keep_sampling_weights and not config.off_policy_correction.needs_sampling_logprobs:
-        yield (
-            "replay.keep_sampling_weights is true, but off_policy_correction: {type: none} does not use them; "
-            "set off_policy_correction: {type: tis}, or keep_sampling_weights: false"
-        )
-    if config.replay.keep_sampling_weights and config.workers.refresh is Refresh.IN_FLIGHT:
-        yield (
-            "replay.keep_sampling_weights is true and workers.refresh is in_flight, but an answer sampled with "
-            "several versions of the weights cannot be scored with one; set workers.refresh: between_groups, or "
-            "keep_sampling_weights: false"
-        )
-
-
 def _check_workers(config: AbstractTrainConfig) -> Iterator[str]:
     if config.ray_address is not None and not re.fullmatch(r"auto|[^/]+:\d{1,5}", config.ray_address):
         yield (
@@ -394,7 +380,6 @@ def _advantage_name(config: AbstractTrainConfig) -> str:
 CHECKS: tuple[Check, ...] = (
     *RUN_CHECKS,
     _check_trunk,
-    _check_replay,
     _check_workers,
     _check_agents,
     _check_groups,

@@ -239,10 +239,6 @@ class ReplayConfig(ConfigSection):
     does."""
     max_uses: int = 1
     """Steps that train on each group, from 1 to `max_staleness + 1`."""
-    keep_sampling_weights: bool = False
-    """Keep the last `max_staleness + 1` versions of the weights in host memory, so that `off_policy_correction` scores
-    each rollout with the weights that sampled it. If false, the newest weights score all rollouts, and the correction
-    also covers staleness."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -78,18 +78,16 @@ class ReplayBuffer:
             raise ValueError(f"group {group.id} is already in the replay buffer; each request is added once")
         self._waiting[number] = WaitingGroup(number, group, self.max_uses, oldest_version(group))
 
-    def expire(self, version: WeightVersion, max_staleness: int | None = None) -> list[WaitingGroup]:
+    def expire(self, version: WeightVersion) -> list[WaitingGroup]:
         """Remove the groups that are too old to update weights of this version.
 
         Args:
             version: version of the weights.
-            max_staleness: limit on the staleness; None for the limit of the buffer.
 
         Returns:
             The removed groups, in order.
         """
-        bound = self.max_staleness if max_staleness is None else max_staleness
-        stale = [item for item in self._in_order() if item.age(version) > bound]
+        stale = [item for item in self._in_order() if item.age(version) > self.max_staleness]
         for item in stale:
             del self._waiting[item.number]
         return stale

@@ -317,9 +317,6 @@ def own_scorings(config: AbstractRunConfig) -> float:
     if not isinstance(config, TrainConfig):
         return 0.0
     store, has_critic = config.rollout_store, config.critic is not None
-    if has_critic and config.mode is Mode.ASYNC and config.replay.keep_sampling_weights:
-        # Log-probabilities of the weights that sampled, and values of the newest.
-        return 2.0
     if has_critic or config.off_policy_correction.needs_sampling_logprobs:
         return 1.0
     return 1 / store.every if store.learner_logprobs and store.every else 0.0

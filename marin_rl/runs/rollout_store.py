@@ -54,8 +54,8 @@ class RolloutStoreConfig(ConfigSection):
     """Maximum megabytes of all files together. The oldest files are removed first; the newest file is always kept."""
     learner_logprobs: bool = False
     """Also store each token's log-probability under the learner's weights before the update, to compare sampler and
-    learner; with `replay.keep_sampling_weights` under the weights that sampled it. Costs one forward pass over the
-    step's rollouts, unless a critic or an off-policy correction needs it anyway."""
+    learner. Costs one forward pass over the step's rollouts, unless a critic or an off-policy correction needs it
+    anyway."""
     stale: bool = False
     """Also store groups that became too old before any step trained on them (`mode: async`), with the step that dropped
     them; their `not_trained` is `stale`."""

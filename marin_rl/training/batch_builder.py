@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int64
+from jaxtyping import Float32, Float64
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
@@ -26,7 +26,7 @@ from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.run_parts import RunParts
 from marin_rl.runs.stored_rollout import StoredAdvantages
-from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, WeightVersion, make_unchecked
+from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, make_unchecked
 from marin_rl.utils.devices.setup import own_rows
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.timing import PhaseTimer
@@ -88,11 +88,9 @@ class BatchBuilder:
     pad_token_id: int
     """Token id of padding."""
     score: ScoreFunction
-    """Scores rollouts with the learner's current or former weights."""
+    """Scores rollouts with the learner's weights."""
     score_reference: ScoreReference | None = None
     """Scores rollouts with the reference policy; None if nothing needs it."""
-    sampling_weights: Callable[[WeightVersion], Any] | None = None
-    """Returns the former weights of a version; None if they are not kept."""
     stores_logprobs: Callable[[int], bool] = lambda step: False
     """Whether a step stores the learner's log-probs, which are then computed."""
     own_rows: OwnRows | None = None
@@ -185,32 +183,10 @@ class BatchBuilder:
         corrects = self.off_policy_correction.needs_sampling_logprobs
         if not (self.has_critic or corrects or self.stores_logprobs(step)):
             return batch, None
-        versions = np.array([_sampling_version(rollout, default=step - 1) for rollout in graded])
-        scores = self._score_by_version(batch, versions, model, newest=step - 1)
+        scores = self.score(model, batch)
         if self.has_critic:
             batch = dataclasses.replace(batch, values=scores.values)
         return batch, scores.logprobs
-
-    def _score_by_version(
-        self, batch: RolloutBatch, versions: Int64[np.ndarray, " rollouts"], model: Any, newest: WeightVersion
-    ) -> Scores:
-        """Score each rollout with the weights that sampled it if they are kept, otherwise with the newest weights.
-
-        The critic's values are always those of the newest weights.
-        """
-        if self.sampling_weights is None:
-            return self.score(model, batch)
-        logprobs, values = (np.zeros(batch.input_ids.shape, np.float32) for _ in range(2))
-        for version in np.unique(versions).tolist():
-            rollouts = np.flatnonzero(versions == version)
-            weights = model if version == newest else self.sampling_weights(version)
-            tokens = batch.tokens_of(rollouts)
-            scores = self.score(weights, batch.take(rollouts))
-            logprobs[tokens], values[tokens] = scores.logprobs, scores.values
-        former = np.flatnonzero(versions != newest)
-        if self.has_critic and former.size:
-            values[batch.tokens_of(former)] = self.score(model, batch.take(former)).values
-        return Scores(logprobs, values)
 
     def _correct(
         self, batch: RolloutBatch, learner_logprobs: Float32[np.ndarray, " tokens"] | None
@@ -300,7 +276,6 @@ def make_batch_builder(
     parts: RunParts,
     score: ScoreFunction,
     score_reference: ScoreReference | None,
-    sampling_weights: Callable[[WeightVersion], Any] | None = None,
 ) -> BatchBuilder:
     """Make the batch builder of a run.
 
@@ -308,7 +283,6 @@ def make_batch_builder(
         parts: config, layout, tokenizer and mesh.
         score: scores rollouts with the weights of a model.
         score_reference: scores rollouts with the reference policy; None if nothing needs it.
-        sampling_weights: returns the former weights of a version; None if they are not kept.
     """
     config = parts.config
     return BatchBuilder(
@@ -327,15 +301,9 @@ def make_batch_builder(
         pad_token_id=parts.tokenizer.pad_token_id,
         score=score,
         score_reference=score_reference,
-        sampling_weights=sampling_weights,
         stores_logprobs=config.rollout_store.scores_learner,
         own_rows=own_rows(parts.trainer),
     )
-
-
-def _sampling_version(rollout: Rollout, default: WeightVersion) -> WeightVersion:
-    """Return the weight version of a rollout; a worker does not change its weights while a rollout is running."""
-    return rollout.turns[0].generation.first_version if rollout.turns else default
 
 
 def _advantage_inputs(

@@ -31,8 +31,6 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
-from marin_rl.learner.weight_history import WeightHistory
-from marin_rl.models.lora import Adapter
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -126,8 +124,6 @@ class TrainingRun(AbstractRun[TrainConfig]):
     """Requests groups from the rollout source and collects those of a step."""
     batch_builder: BatchBuilder
     """Computes advantages and batches."""
-    history: WeightHistory[LmHeadModel | Adapter] | None
-    """Keeps the weights that buffered groups were sampled with, if the off-policy correction needs them."""
     runner: RolloutRunner
     """Runs the episodes of evaluations, with the sampler of this process."""
     store: RolloutStore
@@ -144,11 +140,9 @@ class TrainingRun(AbstractRun[TrainConfig]):
         return _evaluate(self, stop_requested)
 
     def publish_weights(self) -> None:
-        """Send the weights to the sampler of this process, the weight history and the rollout source."""
+        """Send the weights to the sampler of this process and to the rollout source."""
         policy, version = policy_of(self.trainer_state.model), self.progress.step
         self.runner.sampler.update_weights(assemble(policy, self.base), version)
-        if self.history is not None:
-            self.history.keep(policy, version)
         self.collector.rollout_source.publish(policy, version)
 
     def save(self) -> StoragePath:

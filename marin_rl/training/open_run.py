@@ -20,7 +20,6 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
-from marin_rl.learner.weight_history import WeightHistory
 from marin_rl.model_parts import AbstractModelParts, Report
 from marin_rl.models.lora import Adapter
 from marin_rl.rollouts.metrics import FailureReports
@@ -135,11 +134,6 @@ def open_run(
         )
         if loaded is not None:
             state.replay.load(loaded.others[REPLAY], loaded.checkpoint.path / REPLAY)
-        history: WeightHistory[LmHeadModel | Adapter] | None = None
-        if replay.keep_sampling_weights:
-            history = WeightHistory(replay.max_staleness + 1)
-            history.keep(policy_of(trainer_state.model), progress.step)
-            drop_groups_of_lost_weights(state, report)
         rollout_source.publish(policy_of(trainer_state.model), progress.step)
         rollout_source.submit(state.scheduler.outstanding)
         if loaded is None:
@@ -148,12 +142,7 @@ def open_run(
                     files = dataclasses.replace(files, rollouts=store.digests())
             state.save(checkpoints, trainer_state, rollout_source.counts, files)
         initial = functools.partial(_initial_policy, parts, checkpoints)
-        batch_builder = make_batch_builder(
-            parts,
-            parts.score,
-            open_reference(parts, initial),
-            None if history is None else history.get,
-        )
+        batch_builder = make_batch_builder(parts, parts.score, open_reference(parts, initial))
         return TrainingRun(
             config=config,
             progress=progress,
@@ -173,7 +162,6 @@ def open_run(
             learner=open_learner(parts, progress.vocab_size, initial),
             base=parts.base,
             tokenizer=parts.tokenizer,
-            history=history,
             runner=runner,
             store=store,
             failures=FailureReports(report),
@@ -181,20 +169,6 @@ def open_run(
             resources=resources.pop_all(),
             files=files,
             command_timer=timer,
-        )
-
-
-def drop_groups_of_lost_weights(state: RunState, report: Report) -> None:
-    """Drop waiting groups that were sampled with weights that are no longer kept, and request them again.
-
-    Args:
-        state: state of a run that was just resumed.
-        report: called with a message if any group was dropped.
-    """
-    if dropped := state.drop_stale(state.progress.step, max_staleness=0).count:
-        report(
-            f"{dropped} waiting groups were sampled with weights that are no longer kept; those not trained on are "
-            "sampled again"
         )
 
 

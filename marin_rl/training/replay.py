@@ -170,7 +170,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     )
     for number in range(start + 1, step + 1):
         stored = first if number == start + 1 else groups(number)
-        builder = make_builder(stored, number)
+        builder = make_builder(stored)
         trained, metrics = timed_step(parts.model, learner, builder, state, stored.groups, number, vocab_size)
         state = trained.state
     recorded = {name: value for name, value in records.get(step, {}).items() if name in metrics}
@@ -250,7 +250,7 @@ def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel |
 
 
 def _make_builder(
-    parts: RunParts, open_reference: Callable[[], ScoreReference | None], stored: StoredGroups, step: int
+    parts: RunParts, open_reference: Callable[[], ScoreReference | None], stored: StoredGroups
 ) -> BatchBuilder:
     """Make a batch builder that uses stored scores, and computes those that are not stored."""
     config = parts.config
@@ -262,13 +262,6 @@ def _make_builder(
     needs_own = config.off_policy_correction.needs_sampling_logprobs
     score: ScoreFunction = functools.partial(_stored_scores, stored.scores, "learner_logprobs")
     if (needs_own and lacks("learner_logprobs")) or (config.critic is not None and lacks("values")):
-        versions = {rollout.turns[0].generation.first_version for rollout in graded}
-        if needs_own and config.replay.keep_sampling_weights and versions != {step - 1}:
-            raise ReplayError(
-                f"off_policy_correction needs the log-probs of step {step} under the weights that sampled, of versions "
-                f"{sorted(versions)}, but the run stored no learner_logprobs, and a replay has only the weights of "
-                f"version {step - 1}; replay with --replay.keep_sampling_weights false"
-            )
         score = parts.score
     score_reference: ScoreReference | None = None
     if config.needs_reference:

@@ -236,14 +236,13 @@ class RunState:
         buffer = ReplayBuffer(max_staleness=replay.max_staleness, max_uses=replay.max_uses)
         return cls(progress, RolloutScheduler(limits, progress.scheduler), buffer)
 
-    def drop_stale(self, version: WeightVersion, max_staleness: int | None = None) -> Dropped:
+    def drop_stale(self, version: WeightVersion) -> Dropped:
         """Drop waiting groups that are too old, and request those again that were never trained on.
 
         Args:
             version: version of the weights to be updated.
-            max_staleness: maximum age in versions; None for the configured maximum.
         """
-        stale = self.replay.expire(version, max_staleness)
+        stale = self.replay.expire(version)
         untrained = [entry for entry in stale if entry.uses_left == self.scheduler.limits.max_uses]
         self.scheduler.retry(entry.task for entry in untrained)
         return Dropped(len(stale), [entry.group for entry in untrained])

@@ -218,14 +218,6 @@ SETTINGS: dict[str, Mistake] = {
         "--distillation.alone true --advantage.type gae --critic {}", "distillation.alone replaces", "critic: null"
     ),
     "overlong": _of("--overlong.buffer 65", "overlong.buffer is 65, but an answer has at most", "= 8 tokens"),
-    "kept weights": _of(
-        "--replay.keep_sampling_weights true",
-        *("keep_sampling_weights is true, but off_policy_correction: {type: none}", "{type: tis}"),
-    ),
-    "kept weights in flight": _of(
-        "--replay.keep_sampling_weights true --off_policy_correction.type tis --workers.refresh in_flight",
-        *("workers.refresh is in_flight, but an answer", "set workers.refresh: between_groups"),
-    ),
     "positions": _of("--trainer.tensor_parallel_axes [position,mlp]", "'position' can be split over", "only alone"),
     "cluster": _of("--ray_address ray://head:10001", "ray_address is 'ray://head:10001'", "`auto`, or `host:port`"),
     "loopback": _of(

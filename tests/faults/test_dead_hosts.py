@@ -9,8 +9,9 @@ import pytest
 
 from experiments.soak import Child, kill_in_transfer, whole_and_once
 from experiments.soak_train import hold_transfers
-from tests.faults.live_run import all_end, async_settings, each_of_one_version, verifiable_versions
+from tests.faults.live_run import all_end, async_settings, verifiable_versions
 from tests.tiny_run import TinyRun, make_run
+from tests.training.sampled_versions import each_of_one_version
 from tests.training_hosts import hosts, started
 
 STEPS = 12
@@ -50,7 +51,7 @@ def kill_in_transfer_of(version: int, killed: int, run: TinyRun) -> set[Child]:
 def test_dead_training_host_ends_the_run_which_resumes(tmp_path: Path) -> None:
     """First the other host is killed, then the main host, each with its weight server."""
     settings = verifiable_versions(tmp_path / "problems.jsonl")
-    changes = {"num_steps": STEPS, "checkpoint__every": 2, "workers__num_workers": 1}
+    changes = {"num_steps": STEPS, "workers__num_workers": 1}
     run = make_run(tmp_path, **async_settings(**settings, **changes))
     saved, children = [], set[Child]()
     for version, killed in ((4, 1), (8, 0)):
@@ -66,4 +67,4 @@ def test_dead_training_host_ends_the_run_which_resumes(tmp_path: Path) -> None:
         assert f"resuming after step {step}, from " in log
     assert "damaged" not in log
     assert whole_and_once(training[0], groups=4, members=4, staleness=1) == STEPS
-    each_of_one_version(training[0])
+    each_of_one_version(training[0].run_dir, max_staleness=1)

@@ -124,7 +124,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.learner import hf_export
     from marin_rl.learner.hf_export import DeviceWeights, write_weights
     from marin_rl.learner.scoring import Scorer
-    from marin_rl.learner.weight_history import WeightHistory
     from marin_rl.objectives.advantage_inputs import TokenAdvantages
     from marin_rl.objectives.aggregation import SequenceMeanConfig
     from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
@@ -172,9 +171,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     more = checkpoint.read("more").decode()
     restored = checkpoint.restore(learner.state_shape(state.model), learner.trainer)
     restored = on_host(learner.place(restored))
-    history = WeightHistory(1)
-    history.keep(state.model, UPDATES)
-    kept = on_host(history.get(UPDATES))
     same = [restored[name].tobytes() == array.tobytes() for name, array in weights.items()]
 
     def fail() -> str:
@@ -224,7 +220,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "bytes saved": sum(file.size for name, file in checkpoint.files.items() if name != "more"),
         "written": sorted(written),
         "restored": len(same) if all(same) else "differs",
-        "kept": all(kept[name].tobytes() == weights[f".model{name}"].tobytes() for name in kept) and len(kept),
         "said": [multihost.on_main(lambda size=size: "ä" * size + str(index)) for size in (0, 300, 2**18)],
         "error": error,
         "differs": differs,

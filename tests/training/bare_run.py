@@ -66,7 +66,6 @@ def bare_builder(
     reference: Score | None = None,
     learner: Score = zeros,
     values: Score = zeros,
-    sampling_weights: Callable[[int], tuple[Score, Score]] | None = None,
     rows: int = 8,
     tokenizer: ChatTokenizer = TOKENIZER,
 ) -> BatchBuilder:
@@ -77,7 +76,6 @@ def bare_builder(
         reference: log-probs of tokens under the reference; None without a reference.
         learner: log-probs of tokens under the newest weights.
         values: the critic's values of tokens under the newest weights.
-        sampling_weights: log-probs and values under former weights, by version.
         rows: rows of a microbatch.
         tokenizer: provides the padding token.
     """
@@ -92,7 +90,6 @@ def bare_builder(
         parts,
         score,
         None if reference is None else lambda batch, *_: score((reference, zeros), batch).logprobs,
-        sampling_weights,
     )
 
 

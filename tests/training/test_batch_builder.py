@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from marin_rl.batching.rl_example import PackedBatch
-from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.learner.config import ObservationLossConfig
 from marin_rl.learner.critic import CriticConfig
@@ -24,7 +23,7 @@ from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.timing import PhaseTimer
-from tests.training.bare_run import NEWEST, Score, bare_builder, make_config, zeros
+from tests.training.bare_run import NEWEST, Score, bare_builder, make_config
 
 TASK = Task("t", "ones", ({"role": "user", "content": "2x3"},), "1")
 PROMPT = (259, 50, 257, 260)
@@ -368,49 +367,6 @@ def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first
     # A token of weight 0 still counts in the denominator.
     [loss] = unpacked(batch, packed, "loss_weights")
     assert loss[4:].tolist() == [1.0, 1.0]
-
-
-class KeptWeights:
-    """Kept weights that give each token a version-dependent log-prob."""
-
-    def __init__(self) -> None:
-        self.versions: list[int] = []
-
-    def get(self, version: int):
-        self.versions.append(version)
-        return (lambda batch: batch.policy_logprobs - 10.0 * version, zeros)
-
-
-@pytest.mark.parametrize("critic", [None, CriticConfig()])
-def test_kept_weights_score_their_own_rollouts(critic: CriticConfig | None):
-    objective = {} if critic is None else {"critic": critic, "advantage": GaeConfig()}
-    config = make_config(off_policy_correction=TisConfig(cap=2.0), policy_loss=PpoClipLossConfig(), **objective)
-    kept_weights, valued = KeptWeights(), list[str]()
-
-    def values(batch: RolloutBatch) -> np.ndarray:
-        valued.extend(batch.ids)
-        return np.full(batch.input_ids.shape, 7.0)
-
-    builder = bare_builder(
-        config,
-        learner=lambda batch: batch.policy_logprobs - 1.0,
-        values=values,
-        sampling_weights=kept_weights.get,
-    )
-    made = []
-    for index, version in enumerate((3, 1, 2, 1)):
-        sampled = dataclasses.replace(turn().generation, first_version=version, last_version=version)
-        made.append(rollout(f"r{index}", float(index), dataclasses.replace(turn(), generation=sampled)))
-    batch = build(builder, *made, step=4)
-    assert kept_weights.versions == [1, 2]
-    assert actions(batch, "policy_logprobs") == [[-1.5, -2.0], [-10.5, -11.0], [-20.5, -21.0], [-10.5, -11.0]]
-    np.testing.assert_allclose(
-        np.log(actions(batch, "importance_weights")), [[-1.0] * 2, [-10.0] * 2, [-20.0] * 2, [-10.0] * 2]
-    )
-    # The critic's values are computed with the newest weights.
-    assert actions(batch, "values") == [[7.0 if critic else 0.0] * 2] * 4
-    # Each rollout is scored once with them, and without a critic only those that they sampled.
-    assert len(valued) == (4 if critic else 1)
 
 
 # Truncated rollouts.

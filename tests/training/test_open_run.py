@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
-from marin_rl.distributed.replay_buffer import ReplayBuffer
-from marin_rl.distributed.scheduler import RequestNumber
-from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -22,12 +19,8 @@ from marin_rl.run_parts import RunParts
 from marin_rl.runs import saved_checkpoint
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.training import open_run
-from marin_rl.training.open_run import drop_groups_of_lost_weights
-from marin_rl.training.run_state import Progress
-from marin_rl.types import RolloutGroup
-from tests.rollouts.rollout_cases import group_of
 from tests.tiny_run import TinyRun, contents, copy_of
-from tests.training.bare_run import bare_run, local_rollouts, make_config
+from tests.training.bare_run import local_rollouts
 from tests.training.reopened_run import reopen
 
 
@@ -52,30 +45,6 @@ def test_progress_of_another_version_is_rejected(finished_run: TinyRun, tmp_path
     path.write_text(saved_checkpoint.dump_manifest(manifest))
     with pytest.raises(CheckpointError, match=r"progress in checkpoint .*step-00000006 .*'lessons'; resume with the"):
         reopen(run, lambda message: None)
-
-
-def test_groups_sampled_with_lost_weights_are_requested_again():
-    run = bare_run(make_config(), ArithmeticConfig().build(), Progress(step=3))
-    run.state.replay = ReplayBuffer(max_staleness=2)
-    for index, version in enumerate((3, 2, 1)):
-        group = group_of(f"train-4-{index}", 1.0, 0.0)
-        rollouts = []
-        for rollout in group.rollouts:
-            sampled = dataclasses.replace(rollout.turns[0].generation, first_version=version, last_version=version)
-            task = dataclasses.replace(rollout.task, id=f"task-{index}")
-            rollouts.append(
-                dataclasses.replace(
-                    rollout, task=task, turns=(dataclasses.replace(rollout.turns[0], generation=sampled),)
-                )
-            )
-        run.state.replay.add(RequestNumber(4, index), RolloutGroup(group.id, rollouts))
-    messages: list[str] = []
-    drop_groups_of_lost_weights(run.state, messages.append)
-    assert messages == [
-        "2 waiting groups were sampled with weights that are no longer kept; those not trained on are sampled again"
-    ]
-    assert run.state.replay.ages(3) == [0]
-    assert [task["id"] for task in run.state.scheduler.state["again"]] == ["task-1", "task-2"]
 
 
 @pytest.mark.parametrize("kl", [LossKlConfig(beta=0.0), RewardKlConfig(beta=0.0)])

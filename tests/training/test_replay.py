@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from marin_rl.config.sections import Mode, ReplayConfig
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives.gae import GaeConfig
-from marin_rl.objectives.importance import TisConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.runs.lock import lock
@@ -90,18 +88,6 @@ def test_another_objective_can_be_tried(finished_run: TinyRun, tmp_path: Path):
     shutil.rmtree(run.checkpoint(3))
     with pytest.raises(ReplayError, match=r"only from the checkpoint of step 3(?s:.*)\[1, 2, 4, 5, 6\](?s:.*)kl.type"):
         replay_step(RunDirectory(run.path), config, 4)
-
-
-def test_log_probs_under_former_weights_must_be_stored(finished_run: TinyRun, tmp_path: Path):
-    run = copy_of(finished_run, tmp_path)
-    # A step that trains on rollouts of former weights.
-    shutil.copy(run.path / "rollouts" / "step-00000003.parquet", run.path / "rollouts" / "step-00000004.parquet")
-    correction = {"mode": Mode.ASYNC, "off_policy_correction": TisConfig()}
-    config = dataclasses.replace(config_of(run), replay=ReplayConfig(keep_sampling_weights=True), **correction)
-    with pytest.raises(ReplayError, match=r"of step 4 .* versions \[2\], but the run stored no learner_logprobs"):
-        replay_step(RunDirectory(run.path), config, 4)
-    replayed = replay_step(RunDirectory(run.path), dataclasses.replace(config_of(run), **correction), 4)
-    assert replayed.metrics["mismatch/logprob_difference_max"] > 1e-3
 
 
 def remove(*names: str) -> Callable[[TinyRun], None]:
