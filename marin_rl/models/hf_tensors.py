@@ -128,16 +128,11 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
     name = "model.safetensors"
     try:
         for name in _file_names(checkpoint):
-            if Path(checkpoint).is_dir() and not (Path(checkpoint) / name).exists():
-                raise FileNotFoundError("the file does not exist")
-            if is_lfs_pointer(Path(checkpoint) / name):
-                raise ValueError(LFS_PROBLEM)
-            with safe_open(cast(str, cached_file(checkpoint, name)), framework="numpy") as file:
-                for tensor in file.keys():  # noqa: SIM118 (not a mapping)
-                    header = file.get_slice(tensor)
-                    shapes[tensor] = tuple(header.get_shape())
-                    if header.get_dtype() not in WEIGHT_TYPES and not tensor.endswith(_BUFFERS):
-                        not_weights.append(f"{tensor} ({header.get_dtype()})")
+            folder = Path(checkpoint)
+            headers = read_headers(folder / name if folder.is_dir() else Path(cast(str, cached_file(checkpoint, name))))
+            for tensor, (dtype, shapes[tensor]) in headers.items():
+                if dtype not in WEIGHT_TYPES and not tensor.endswith(_BUFFERS):
+                    not_weights.append(f"{tensor} ({dtype})")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise PolicyModelError(
             f"the weights in {checkpoint!r} are missing or damaged: {name}: {str(error).splitlines()[0]}"
@@ -158,6 +153,23 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
             f"fused experts: {listing(twice)}; remove one of the two"
         )
     return named | {name: tuple(leaf.shape) for name, leaf in split.items()}
+
+
+def read_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Read the type and the shape of the tensors of a safetensors file, by name.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is a pointer of Git LFS.
+        SafetensorError: if it is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError("the file does not exist")
+    if is_lfs_pointer(path):
+        raise ValueError(LFS_PROBLEM)
+    with safe_open(path, framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def _file_names(checkpoint: str) -> list[str]:

@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -27,17 +28,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from marin_rl.models.hf_config import first_line
-from marin_rl.models.hf_tensors import BASE_PREFIX, WEIGHT_TYPES, listing, tensor_shapes, to_tensors
+from marin_rl.models.hf_tensors import BASE_PREFIX, WEIGHT_TYPES, listing, read_headers, tensor_shapes, to_tensors
 from marin_rl.models.lora import RANK, Adapter, LoraLinear, with_adapter
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.hub import LFS_PROBLEM, is_lfs_pointer
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.storage import check_descriptions, local_copy, storage_path, user_cache
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _NOT_ADAPTED = jnp.float8_e4m3fn
 """Type of the tensors outside the adapter, to tell them from those of the adapter."""
@@ -200,11 +199,6 @@ def check_peft_adapter(source: str, base: LmHeadModel, like: Adapter) -> Path:
             f"lora.alpha / lora.rank is {like.scale:g}; set lora.rank: {rank} and lora.alpha: {scale * rank}"
         )
     found = _read_shapes(folder)
-    if copies := [name for name in found if ".base_layer." in name]:
-        raise AdapterFormatError(
-            f"the adapter in {str(folder)!r} contains weights of its base: {listing(copies)}; write it with PEFT's "
-            "save_pretrained(NEW_FOLDER, save_embedding_layers=False)"
-        )
     expected = {name: tensor.shape for name, tensor in eqx.filter_eval_shape(to_peft_tensors, base, like).items()}
     modules = adapted = {_module(name) for name in found}
     if targets is not None:
@@ -224,89 +218,75 @@ def check_peft_adapter(source: str, base: LmHeadModel, like: Adapter) -> Path:
         texts = [f"{problem} {listing(sorted(names))}" for problem, names in problems.items() if names]
         raise AdapterFormatError(
             f"the adapter in {str(folder)!r} does not fit initialize_from and lora.targets: {'; '.join(texts)}; use "
-            f"the model that it was trained for, and lora.targets: [{', '.join(_targets(base, found))}]"
+            f"the model that it was trained for, and lora.targets: [{', '.join(_targets(base, found))}]; leave out "
+            "weights of the model itself with PEFT's save_pretrained(FOLDER, save_embedding_layers=False)"
         )
     return folder
 
 
-_READ = frozenset(
-    {
-        *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights", "bias"),
-        *("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode"),
-        # They act in training only, or are values of options that other keys switch on.
-        *("lora_dropout", "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size"),
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
-    }
-)
-"""Keys of `adapter_config.json` that are checked one by one, or that do not change the function."""
+def _is_targets(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+_SUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "peft_type": (lambda value: value == "LORA", "LORA"),
+    "r": (lambda value: type(value) is int and 0 < value < 2**31, "a positive integer"),
+    "lora_alpha": (lambda value: type(value) in (int, float) and 0 < value < 1e30, "a positive number"),
+    "target_modules": (_is_targets, "a list of names, or a text"),
+    "task_type": (lambda value: value in (None, "CAUSAL_LM"), "CAUSAL_LM"),
+    "use_rslora": (lambda value: value in (None, True, False), "true or false"),
+    "bias": (lambda value: value == "none", "none"),
+    "init_lora_weights": (lambda value: value in (True, False, "gaussian", "orthogonal", "eva"), "true"),
+}
+"""Checks of keys of `adapter_config.json`, and the supported values. The first four keys are required."""
+_WITHOUT_EFFECT = {
+    *("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode"),
+    # They act in training only, or are values of options that other keys switch on.
+    *("lora_dropout", "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+}
 
 
 def _read_settings(folder: Path) -> tuple[int, float, list[str] | None]:
     """Return rank, factor of the product, and targets; None for those of a regular expression."""
-    if not (folder / CONFIG).is_file():
-        raise AdapterFormatError(
-            f"lora.adapter is {str(folder)!r}, which has no {CONFIG}; name a folder that PEFT or `python -m "
-            "marin_rl.export --adapter` wrote"
-        )
     name = f"{CONFIG} of the adapter in {str(folder)!r}"
     try:
         check_descriptions(folder)
         raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{name} cannot be read: {first_line(error)}") from error
-    if not isinstance(raw, dict):
-        raise AdapterFormatError(f"{name} is not a JSON object; use the file that PEFT wrote")
-    rank, alpha, targets = cast(Any, map(raw.get, ("r", "lora_alpha", "target_modules")))
-    is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-    valid = {
-        "peft_type": (raw.get("peft_type") == "LORA", "'LORA'"),
-        "task_type": (raw.get("task_type") in (None, "CAUSAL_LM"), "'CAUSAL_LM'"),
-        "r": (type(rank) is int and 0 < rank < 2**31, "a positive integer"),
-        "lora_alpha": (type(alpha) in (int, float) and 0 < alpha < 1e30, "a positive number"),
-        "target_modules": (is_list or isinstance(targets, str), "a list of names, or a text"),
-        "use_rslora": (raw.get("use_rslora") in (None, True, False), "true or false"),
-    }
-    if wrong := [
-        f"{key} is {raw.get(key)!r:.80}, not {kind}" for key, (is_valid, kind) in valid.items() if not is_valid
-    ]:
-        raise AdapterFormatError(f"{name} describes no adapter that can be loaded: {'; '.join(wrong)}")
-    supported = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
-    other = {key: value for key, value in raw.items() if key not in _READ and value}
-    other |= {key: raw[key] for key, values in supported.items() if key in raw and raw[key] not in values}
-    if other:
-        settings = ", ".join(f"{key} {json.dumps(value):.80}" for key, value in sorted(other.items()))
         raise AdapterFormatError(
-            f"{name} has settings that are not supported: {settings}; merge it into its base with PEFT's "
-            "merge_and_unload, and use the result as initialize_from"
+            f"{name} cannot be read: {first_line(error)}; set lora.adapter to a folder that PEFT or `python -m "
+            "marin_rl.export --adapter` wrote"
+        ) from error
+    wrong = []
+    for key in sorted({*list(_SUPPORTED)[:4], *raw} - _WITHOUT_EFFECT):
+        is_supported, supported = _SUPPORTED.get(key, (operator.not_, "false"))
+        if not is_supported(value := raw.get(key)):
+            wrong.append(f"{key} is {json.dumps(value):.80} (supported: {supported})")
+    if wrong:
+        raise AdapterFormatError(
+            f"{name} has values that are not supported: {', '.join(wrong)}; merge the adapter into its base with "
+            "PEFT's merge_and_unload, and use the result as initialize_from"
         )
+    rank, targets = raw["r"], raw["target_modules"]
     # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root.
-    scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
-    return rank, scale, targets if is_list else None
+    scale = raw["lora_alpha"] / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+    return rank, scale, targets if isinstance(targets, list) else None
 
 
 def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of the tensors of an adapter."""
-    path, shapes = folder / WEIGHTS, {}
-    if not path.is_file() and (folder / _PICKLE).exists():
-        raise AdapterFormatError(
-            f"the adapter in {str(folder)!r} is in {_PICKLE}, PyTorch's pickle format, which is not read; load it with "
-            "PEFT and write it with save_pretrained(NEW_FOLDER)"
-        )
     try:
-        if not path.is_file():
-            raise FileNotFoundError("there is no such file")
-        if is_lfs_pointer(path):
-            raise ValueError(LFS_PROBLEM)
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                header = file.get_slice(name)
-                if header.get_dtype() not in WEIGHT_TYPES:
-                    raise ValueError(f"{name} is of type {header.get_dtype()}, not of {', '.join(WEIGHT_TYPES)}")
-                shapes[name] = tuple(header.get_shape())
-        if not shapes:
+        headers = read_headers(folder / WEIGHTS)
+        if wrong := [f"{name} ({dtype})" for name, (dtype, _) in headers.items() if dtype not in WEIGHT_TYPES]:
+            raise ValueError(f"these tensors are not of {', '.join(WEIGHT_TYPES)}: {listing(wrong)}")
+        if not headers:
             raise ValueError("it has no tensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise AdapterFormatError(
-            f"{WEIGHTS} of the adapter in {str(folder)!r} is missing or damaged: {first_line(error)}"
+            f"{WEIGHTS} of the adapter in {str(folder)!r} is missing or damaged: {first_line(error)}; write it with "
+            "PEFT's save_pretrained(FOLDER)"
         ) from error
-    return shapes
+    return {name: shape for name, (_, shape) in headers.items()}
