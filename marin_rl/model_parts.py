@@ -19,6 +19,7 @@ from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.base_config import critic_of
 from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.train_config import SftConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
@@ -117,12 +118,20 @@ class AbstractModelParts(abc.ABC):
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """The scorer of sequences, at the temperature of the sampler, which is 1 for data."""
+        """The scorer of sequences."""
         return self.make_scorer(self.layout, self.tokenizer.pad_token_id)
 
-    @abc.abstractmethod
     def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
-        """Make a scorer for batches in a layout."""
+        """Make a scorer for batches in a layout; for supervised fine-tuning also of the accuracy."""
+        return Scorer(
+            self.trainer,
+            layout,
+            pad_token_id=pad_token_id,
+            temperature=self.config.temperature,
+            block_size=self.logprob_block,
+            capacity=layout.microbatches(self.config.rows.sequences_per_step),
+            accuracy=isinstance(self.config, SftConfig),
+        )
 
     @property
     @abc.abstractmethod

@@ -18,7 +18,6 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.model_parts import AbstractModelParts
@@ -266,17 +265,6 @@ class RunParts(AbstractModelParts):
             capacity=capacity,
             frozen=None if base is None and teacher is None else Frozen(base, teacher),
             decay=next(iter(decays(config.reference)), None) if config.needs_reference else None,
-        )
-
-    def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
-        """Make a scorer for batches in a layout."""
-        return Scorer(
-            self.trainer,
-            layout,
-            pad_token_id=pad_token_id,
-            temperature=self.config.sampling.temperature,
-            block_size=self.logprob_block,
-            capacity=layout.microbatches(self.config.rollouts.rollouts_per_step),
         )
 
 

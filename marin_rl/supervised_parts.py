@@ -13,7 +13,6 @@ from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.train_config import DpoConfig, SftConfig
 from marin_rl.learner.loss import RlLoss, cross_entropy_loss
 from marin_rl.learner.preference_loss import PreferenceLoss
-from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.model_parts import AbstractModelParts
 from marin_rl.objectives.aggregation import SequenceMeanConfig, TokenMeanConfig
@@ -62,18 +61,6 @@ class SupervisedParts(AbstractModelParts):
             num_updates=self.config.num_updates,
             capacity=layout.microbatches(self.config.batch.sequences_per_step),
             frozen=None if base is None else Frozen(base),
-        )
-
-    def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
-        """Make a scorer of held-out rows, and of the reference."""
-        return Scorer(
-            self.trainer,
-            layout,
-            pad_token_id=pad_token_id,
-            temperature=1.0,
-            block_size=self.logprob_block,
-            capacity=layout.microbatches(self.config.batch.sequences_per_step),
-            accuracy=not self.config.trains_on_pairs,
         )
 
     def pack(self, batch: RolloutBatch) -> PackedBatch:

@@ -41,7 +41,7 @@ def ours(config: Path, folder: Path, steps: int) -> list[dict[str, float]]:
 
 def theirs(config: DpoConfig, folder: Path, steps: int) -> list[dict[str, float]]:
     """Run TRL's trainer on the pairs of each step; return the metrics of its steps."""
-    rows = read_rows(config.preferences, "preferences").train
+    rows = read_rows(config.preferences, "preferences")[0]
     batches = Batches(rows, config.batch.size, config.seed)
     pairs = [
         {

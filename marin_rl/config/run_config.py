@@ -91,9 +91,9 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
             raise ConfigError(*problems)
 
     @property
-    @abc.abstractmethod
     def checks(self) -> tuple[Check, ...]:
         """Checks of the settings without levanter's sections."""
+        return RUN_CHECKS
 
     @property
     @abc.abstractmethod
@@ -101,14 +101,19 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
         """Layout of batch rows."""
 
     @property
-    @abc.abstractmethod
     def num_updates(self) -> int:
-        """Number of updates of the run, the length of the learning-rate schedule."""
+        """Number of updates of the run, the length of the learning-rate schedule; 0 if it is not yet known."""
+        return self.num_steps
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """Texts that end a reply, for exports."""
         return ()
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the log-probabilities: that of the sampler, or 1 for data."""
+        return 1.0
 
     @property
     def run_name(self) -> str:

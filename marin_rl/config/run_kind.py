@@ -38,19 +38,13 @@ class RunKind(enum.StrEnum):
     @property
     def settings(self) -> type[AbstractRunConfig]:
         """The class of the config without levanter's sections; its import takes less time."""
-        match self:
-            case RunKind.TRAIN:
-                from marin_rl.config.base_config import AbstractTrainConfig
+        from marin_rl.config import base_config, supervised_config
 
-                return AbstractTrainConfig
-            case RunKind.SFT:
-                from marin_rl.config.supervised_config import AbstractSftConfig
-
-                return AbstractSftConfig
-            case RunKind.DPO:
-                from marin_rl.config.supervised_config import AbstractDpoConfig
-
-                return AbstractDpoConfig
+        return {
+            RunKind.TRAIN: base_config.AbstractTrainConfig,
+            RunKind.SFT: supervised_config.AbstractSftConfig,
+            RunKind.DPO: supervised_config.AbstractDpoConfig,
+        }[self]
 
     @property
     def config(self) -> type[AbstractRunConfig]:

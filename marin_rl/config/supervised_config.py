@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
-from marin_rl.config.run_config import RUN_CHECKS, AbstractRunConfig, Check
+from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import AbstractRowConfig
 from marin_rl.data.config import DataConfig, LongSequences
 from marin_rl.objectives.preference import PreferenceLossConfig
@@ -103,11 +103,6 @@ class AbstractSupervisedConfig(AbstractRunConfig):
     """Evaluation on held-out rows."""
 
     @property
-    def checks(self) -> tuple[Check, ...]:
-        """Checks of the settings without levanter's sections."""
-        return RUN_CHECKS
-
-    @property
     def source(self) -> DataConfig:
         """Source of the data."""
         return getattr(self, self.source_key)
@@ -116,11 +111,6 @@ class AbstractSupervisedConfig(AbstractRunConfig):
     def rows(self) -> AbstractRowConfig:
         """Layout of batch rows."""
         return self.batch
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates of the run, the length of the learning-rate schedule; 0 until the data is read."""
-        return self.num_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,29 +24,8 @@ from marin_rl.tokenization.chat import ChatTokenizer
 T = TypeVar("T")
 
 
-class BatchLimits(Protocol):
-    """Limits of the sequences of a batch."""
-
-    @property
-    def max_length(self) -> int:
-        """Maximum number of tokens of a sequence."""
-
-    @property
-    def long_sequences(self) -> LongSequences:
-        """Handling of longer ones."""
-
-
-class Rows(NamedTuple):
-    """Rows of a source."""
-
-    train: list[Row]
-    """Rows to train on."""
-    held_out: list[Row]
-    """Rows on which the loss is measured."""
-
-
-def read_rows(config: DataConfig, key: str) -> Rows:
-    """Read the rows of a source, and divide them.
+def read_rows(config: DataConfig, key: str) -> tuple[list[Row], list[Row]]:
+    """Read the rows of a source; return those to train on and those that are held out.
 
     Args:
         config: the source.
@@ -69,7 +48,7 @@ def read_rows(config: DataConfig, key: str) -> Rows:
         raise ValueError(f"{key}.path {config.path!r} has no rows to train on{share}")
     if not held_out and config.holds_out:
         raise ValueError(f"no row of {key} is held out; raise {key}.held_out, or correct the source of held-out rows")
-    return Rows(rows, held_out)
+    return rows, held_out
 
 
 def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
@@ -94,15 +73,31 @@ class Encoded(NamedTuple):
     """Number of rows with a sequence that was cut."""
 
 
+class Data(NamedTuple):
+    """Tokenized rows of a source."""
+
+    train: Encoded
+    """Rows to train on."""
+    held_out: Encoded
+    """Rows on which the loss is measured."""
+
+
 def read_examples(
-    config: DataConfig, key: str, batch: BatchLimits, tokenizer: ChatTokenizer, *, pairs: bool = False
-) -> tuple[Encoded, Encoded]:
-    """Read and tokenize the rows of a source: those to train on, and those that are held out.
+    config: DataConfig,
+    key: str,
+    max_length: int,
+    long_sequences: LongSequences,
+    tokenizer: ChatTokenizer,
+    *,
+    pairs: bool = False,
+) -> Data:
+    """Read and tokenize the rows of a source.
 
     Args:
         config: the source.
         key: its section in the config, for messages.
-        batch: maximum length of a sequence, and handling of longer ones.
+        max_length: maximum number of tokens of a sequence.
+        long_sequences: handling of longer ones.
         tokenizer: chat tokenizer.
         pairs: whether the rows are pairs of answers.
 
@@ -110,20 +105,19 @@ def read_examples(
         ValueError: if a row is invalid, or no row fits; the message names the row.
     """
     forms = (Form.PAIR,) if pairs else ROW_FORMS
-    encoded = [
-        encode_rows(rows, tokenizer, batch.max_length, batch.long_sequences, forms) for rows in read_rows(config, key)
-    ]
-    for rows, name in zip(encoded, ("to train on", "held out"), strict=True):
+    data = Data(*(encode_rows(rows, tokenizer, max_length, long_sequences, forms) for rows in read_rows(config, key)))
+    for rows, name in zip(data, ("to train on", "held out"), strict=True):
         if rows.skipped and not rows.examples:
             raise ValueError(
                 f"none of the {rows.skipped} rows of {key} that are {name} fits into batch.max_length, "
-                f"{batch.max_length} tokens; raise it"
+                f"{max_length} tokens; raise it"
             )
-    return encoded[0], encoded[1]
+    return data
 
 
-def describe(train: Encoded, held_out: Encoded) -> str:
+def describe(data: Data) -> str:
     """Describe tokenized data in one line."""
+    train, held_out = data
     examples, noun = train.examples, "pairs" if train.examples[0].chosen else "rows"
     counts = {"skipped": train.skipped + held_out.skipped, "truncated": train.truncated + held_out.truncated}
     return (

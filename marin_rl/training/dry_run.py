@@ -187,7 +187,7 @@ def dry_run_supervised(
     if tokenizer is None or (read := found.attempt(read_data, resolved)) is None:
         return found.problems
     config, data = read
-    found.line("data", describe_data(*data))
+    found.line("data", describe_data(data))
     weights = config.initialize_from, config.model
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:

@@ -20,14 +20,14 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.train_config import DpoConfig
-from marin_rl.data.dataset import Batches, join_pairs
+from marin_rl.data.dataset import Batches, Data, join_pairs
 from marin_rl.data.rows import Example
 from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import pair_sums, preference_metrics
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.saved_checkpoint import DamagedCheckpointError
 from marin_rl.supervised_parts import SupervisedParts
-from marin_rl.training.supervised_run import HELD_OUT, Data, SupervisedTask, score_examples
+from marin_rl.training.supervised_run import HELD_OUT, SupervisedTask, score_examples
 from marin_rl.utils.timing import notice_if_long
 
 REFERENCE = "reference_logprobs.npz"

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
@@ -22,7 +22,7 @@ from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
-from marin_rl.data.dataset import Batches, Encoded, describe, join_examples, read_examples
+from marin_rl.data.dataset import Batches, Data, describe, join_examples, read_examples
 from marin_rl.data.rows import Example
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
@@ -44,15 +44,6 @@ SupervisedConfig = TypeVar("SupervisedConfig", bound=AbstractSupervisedConfig)
 
 HELD_OUT = "eval/held_out"
 """Prefix of the metrics of held-out rows."""
-
-
-class Data(NamedTuple):
-    """Tokenized rows of a run."""
-
-    train: Encoded
-    """Rows to train on."""
-    held_out: Encoded
-    """Rows on which the loss is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +138,6 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
             others = {RUN_FILES: files.encode(), **(self.task.first_files if first else {})}
         return self.checkpoints.save(self.trainer_state, self.progress.step, dataclasses.asdict(self.progress), others)
 
-    def rewind(self) -> None:
-        """Do nothing: only records are stored."""
-
     def _pack(self, step: int) -> PackedBatch:
         batch = self.task.join(self.task.batches.of_step(step))
         packed = self.parts.pack(batch)
@@ -195,8 +183,8 @@ def open_supervised(
         data: its data.
         folder: run directory.
         report: called with each progress message.
-        stop_requested: returns whether this process was asked to stop; not read, because the start takes no steps.
-        accept_changes: whether to resume although files that the run reads or has written were changed.
+        stop_requested: not read, because the start takes no steps.
+        accept_changes: as for `open_run`.
         command_timer: accumulates the seconds of `evaluation` and `steps`.
 
     Raises:
@@ -221,7 +209,7 @@ def open_supervised(
             progress, state = loaded.progress, loaded.state
             files = compare_files(loaded, inputs, report, accept=accept_changes)
             report_resume(loaded, checkpoints, report)
-        report(describe(*data))
+        report(describe(data))
         policy = None if loaded else parts.assemble(policy_of(state.model))
         run = SupervisedRun(
             config=config,
@@ -264,11 +252,8 @@ def score_examples(
 
 def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
     """Read and tokenize the data of a run; return the config with `num_steps`, and the data."""
-    data = Data(
-        *read_examples(
-            config.source, config.source_key, config.batch, config.tokenizer.build(), pairs=config.trains_on_pairs
-        )
-    )
+    limits, tokenizer = (config.batch.max_length, config.batch.long_sequences), config.tokenizer.build()
+    data = read_examples(config.source, config.source_key, *limits, tokenizer, pairs=config.trains_on_pairs)
     steps = Batches(data.train.examples, config.batch.size, config.seed).steps(config.epochs)
     return dataclasses.replace(config, num_steps=config.num_steps or steps), data
 

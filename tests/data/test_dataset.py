@@ -36,7 +36,8 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
 
 
 def read(path: str, batch: BatchConfig | None = None, **settings: Any) -> tuple[Encoded, Encoded]:
-    return read_examples(DataConfig(path, **settings), "data", batch or BatchConfig(), CHAT)
+    batch = batch or BatchConfig()
+    return read_examples(DataConfig(path, **settings), "data", batch.max_length, batch.long_sequences, CHAT)
 
 
 def contents(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
