@@ -99,7 +99,6 @@ class AbstractRun(abc.ABC, Generic[ConfigT]):
     def save(self) -> StoragePath:
         """Start to write a checkpoint, after everything that precedes it is stored."""
 
-    @abc.abstractmethod
     def rewind(self) -> None:
         """Remove what a former start has stored of steps that this one repeats, except for records."""
 
@@ -133,11 +132,57 @@ class TrainingRun(AbstractRun[TrainConfig]):
 
     def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Collect groups, train on them and publish the new weights; return the metrics of the step."""
-        return _train_step(self, stop_requested)
+        started, timer, progress = time.perf_counter(), PhaseTimer(), self.progress
+        compiled = compile_clock().seconds
+        step = progress.step + 1
+        collected = self.collector.collect(self.state, step, timer, stop_requested)
+        self.failures.add(f"step {step}", collected.finished)
+
+        metrics: dict[str, float] = {}
+
+        def while_updating(batch: TrainingBatch) -> None:
+            with timer.phase("store"):
+                if multihost.is_main():
+                    with writing(self.store.folder):
+                        self.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
+                metrics.update(collected.metrics())
+                collect_garbage(step)
+
+        self.trainer_state, updates, trained = train_on_groups(
+            self.batch_builder, self.learner, self.trainer_state, collected.groups, step, timer, while_updating
+        )
+        rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
+        progress.step = step
+        progress.updates += len(updates)
+        progress.episodes += len(rollouts)
+        progress.sampled_tokens += sum(rollout.num_generated_tokens for rollout in rollouts)
+        progress.trained_tokens += sum(packed.num_loss_tokens for packed in updates)
+        with timer.phase("transfer"):
+            self.publish_weights()
+        elapsed = time.perf_counter() - started
+        metrics |= trained
+        metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
+        metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
+        metrics["seconds/compile"] = compile_clock().seconds - compiled
+        assert self.config.model is not None
+        return metrics | model_flops_utilization(
+            self.config.model, progress.vocab_size, updates, update_seconds(timer.seconds)
+        )
 
     def evaluate(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Evaluate the weights and store the rollouts, if an evaluation is due after this step; return its metrics."""
-        return _evaluate(self, stop_requested)
+        config, progress = self.config, self.progress
+        if not config.evaluation.is_due(progress.step, config.num_steps):
+            return {}
+        runner = dataclasses.replace(self.runner, interrupt=functools.partial(raise_if, stop_requested))
+        temperature = config.sampling.temperature
+        metrics, groups = evaluate(runner, config.evaluation, temperature=temperature, seed=config.seed)
+        self.failures.add(f"evaluation after step {progress.step}", groups, "count as wrong")
+        if multihost.is_main():
+            with writing(self.store.folder):
+                self.store.write(progress.step, groups, {}, EVALUATION)
+        progress.evaluations[self.milestones[1]] = metrics
+        return metrics
 
     def publish_weights(self) -> None:
         """Send the weights to the sampler of this process and to the rollout source."""
@@ -216,45 +261,6 @@ def _train_steps(
     return progress.step >= config.num_steps
 
 
-def _train_step(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
-    started, timer, progress = time.perf_counter(), PhaseTimer(), run.progress
-    compiled = compile_clock().seconds
-    step = progress.step + 1
-    collected = run.collector.collect(run.state, step, timer, stop_requested)
-    run.failures.add(f"step {step}", collected.finished)
-
-    metrics: dict[str, float] = {}
-
-    def while_updating(batch: TrainingBatch) -> None:
-        with timer.phase("store"):
-            if multihost.is_main():
-                with writing(run.store.folder):
-                    run.store.write(step, collected.sampled, batch.stored, stale=collected.stale)
-            metrics.update(collected.metrics())
-            collect_garbage(step)
-
-    run.trainer_state, updates, trained = train_on_groups(
-        run.batch_builder, run.learner, run.trainer_state, collected.groups, step, timer, while_updating
-    )
-    rollouts = [rollout for group in collected.finished for rollout in group.rollouts]
-    progress.step = step
-    progress.updates += len(updates)
-    progress.episodes += len(rollouts)
-    progress.sampled_tokens += sum(rollout.num_generated_tokens for rollout in rollouts)
-    progress.trained_tokens += sum(packed.num_loss_tokens for packed in updates)
-    with timer.phase("transfer"):
-        run.publish_weights()
-    elapsed = time.perf_counter() - started
-    metrics |= trained
-    metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
-    metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
-    metrics["seconds/compile"] = compile_clock().seconds - compiled
-    assert run.config.model is not None
-    return metrics | model_flops_utilization(
-        run.config.model, progress.vocab_size, updates, update_seconds(timer.seconds)
-    )
-
-
 class TrainedStep(NamedTuple):
     """The result of the updates of a step."""
 
@@ -308,21 +314,6 @@ def train_on_groups(
         metrics |= loss_metrics(finished)
         metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(finished))
     return TrainedStep(state, updates, metrics | dict(batch.metrics))
-
-
-def _evaluate(run: TrainingRun, stop_requested: Callable[[], bool]) -> dict[str, float]:
-    config, progress = run.config, run.progress
-    if not config.evaluation.is_due(progress.step, config.num_steps):
-        return {}
-    runner = dataclasses.replace(run.runner, interrupt=functools.partial(raise_if, stop_requested))
-    temperature = config.sampling.temperature
-    metrics, groups = evaluate(runner, config.evaluation, temperature=temperature, seed=config.seed)
-    run.failures.add(f"evaluation after step {progress.step}", groups, "count as wrong")
-    if multihost.is_main():
-        with writing(run.store.folder):
-            run.store.write(progress.step, groups, {}, EVALUATION)
-    progress.evaluations[run.milestones[1]] = metrics
-    return metrics
 
 
 def throughput_metrics(
