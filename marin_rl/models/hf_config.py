@@ -25,11 +25,6 @@ from marin_rl.utils.storage import check_descriptions
 
 logger = logging.getLogger(__name__)
 
-_GEMMA3 = "its layers alternate between two rotary bases and between local and global attention"
-_UNSUPPORTED = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
-"""Reasons for unsupported values of `model_type` that are well known."""
-
-
 INVALID_CONFIG = (
     *(AttributeError, KeyError, TypeError, ValueError, AssertionError, ArithmeticError),
     # Config classes of transformers 5 check the types of their fields.
@@ -109,9 +104,8 @@ def _check_supported(raw: Mapping[str, Any], checkpoint: str) -> None:
             f"belongs to the weights; supported are {', '.join(MODEL_TYPES)}"
         )
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        reason = f": {_UNSUPPORTED[str(model_type)]}" if str(model_type) in _UNSUPPORTED else ""
         raise PolicyModelError(
-            f"{checkpoint!r} holds a {model_type!r} model, which is not supported{reason}; supported are "
+            f"{checkpoint!r} holds a {model_type!r} model, which is not supported; supported are "
             + ", ".join(MODEL_TYPES)
         )
     if raw.get("quantization_config") is not None:
@@ -210,17 +204,9 @@ def declared_settings(hf_class: type[PretrainedConfig]) -> set[str]:
 
 def _check_undeclared(values: Mapping[str, Any], declared: Set[str], checkpoint: str) -> None:
     # Transformers reads these for every architecture, although not every config class declares them.
-    read_anyway = {
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "head_dim",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-    }
-    known = declared | read_anyway | PretrainedConfig().to_dict().keys()
-    known |= {"architectures", "auto_map", "transformers_version", "attn_implementation"}
+    known = {*declared, "rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim", "model_type", "auto_map"}
+    known |= {*PretrainedConfig().to_dict(), "dtype", "torch_dtype", "architectures"}
+    known |= {"transformers_version", "attn_implementation"}
     # Neither transformers reads it for gemma, but transformers 4 and levanter write it.
     if values["model_type"] == "gemma":
         known.add("hidden_activation")

@@ -8,7 +8,7 @@ stays as it is. `with_adapter` joins the two without a copy of the base, and `me
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import equinox as eqx
@@ -16,7 +16,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.nn import Linear, MoELinear
+from haliax.nn import Linear
 from haliax.util import ensure_tuple
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
@@ -26,8 +26,6 @@ M = TypeVar("M")
 
 RANK = "lora_rank"
 """Name of the axis between A and B."""
-_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "token_embeddings", "position_embeddings", "embeddings")
-"""Names of embeddings in Hugging Face's models and in levanter's."""
 
 
 class LoraTargetError(ValueError):
@@ -123,38 +121,20 @@ def adapted_modules(model: LmHeadModel, targets: Sequence[str]) -> dict[str, Lin
     Raises:
         LoraTargetError: if a target names no linear layer; the message names those that can be adapted.
     """
-    linear = {path: node for path, node in _modules(model) if isinstance(node, Linear)}
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear))
+    linear = {_path_text(path): node for path, node in leaves if isinstance(node, Linear)}
     for target in targets:
-        if not any(map(_matches, linear, [target] * len(linear))):
-            raise LoraTargetError(f"lora.targets: {target!r} {_problem(model, target, list(linear))}")
+        if not any(_matches(path, target) for path in linear):
+            name, last = LmConfig.get_choice_name(type(model.config)), {path.rpartition(".")[-1] for path in linear}
+            raise LoraTargetError(
+                f"lora.targets: {target!r} names no linear layer of this {name} model; embeddings, a head tied to "
+                f"them and the experts of a mixture cannot be adapted; {nearest(target, sorted(last))}"
+            )
     return {path: node for path, node in linear.items() if any(_matches(path, target) for target in targets)}
-
-
-def _problem(model: LmHeadModel, target: str, linear: Sequence[str]) -> str:
-    """Say why a target cannot be adapted."""
-    name = LmConfig.get_choice_name(type(model.config))
-    leaves = sorted({path.rpartition(".")[-1] for path in linear})
-    available = f"modules that can be adapted are {', '.join(leaves)}"
-    if any(_matches(path, target) for path, node in _modules(model) if isinstance(node, MoELinear)):
-        return f"is a matrix of the experts of this {name} model, which cannot be adapted; {available}"
-    if target.rpartition(".")[-1] in _EMBEDDINGS:
-        return f"is an embedding, which cannot be adapted; {available}"
-    if target == "lm_head":
-        return f"is the embedding of this {name} model, which cannot be adapted; {available}"
-    return f"names no module of this {name} model; {nearest(target, leaves)}"
 
 
 def _matches(path: str, target: str) -> bool:
     return path == target or path.endswith(f".{target}")
-
-
-def _modules(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield path and module of every linear layer, also of those of experts."""
-    for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, _LINEAR)):
-        yield _path_text(path), node
-
-
-_LINEAR = (Linear, MoELinear)
 
 
 def _path_text(path: Any) -> str:

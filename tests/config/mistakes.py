@@ -376,10 +376,10 @@ LEVANTER: dict[str, Mistake] = {
     ),
     "no targets": _of("--lora.targets [] --initialize_from .", "lora.targets is empty", "[q_proj, v_proj]"),
     "target": _of(
-        "--lora.targets [q_proj,k_prj] --initialize_from .", "'k_prj' names no module", "did you mean 'k_proj'"
+        "--lora.targets [q_proj,k_prj] --initialize_from .", "'k_prj' names no linear layer", "did you mean 'k_proj'"
     ),
     "target that is an embedding": _of(
-        "--lora.targets [embed_tokens] --initialize_from .", "'embed_tokens' is an embedding, which cannot be adapted"
+        "--lora.targets [embed_tokens] --initialize_from .", "'embed_tokens' names no linear layer"
     ),
     "separate critic of an adapter": _of(
         "--lora.rank 4 --initialize_from . --advantage.type gae --critic.shared_trunk false",

@@ -102,7 +102,7 @@ NOT_IMPLEMENTED = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False, True"),
     ("llama", {"quantization_config": {"quant_method": "awq"}}, r"are quantized \(quantization_config"),
     ("llama", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, r"names custom model code \(auto_map\)"),
-    ("llama", {"model_type": "gemma3_text"}, "'gemma3_text' model, which is not supported: its layers alternate"),
+    ("llama", {"model_type": "gemma3_text"}, "'gemma3_text' model, which is not supported; supported are"),
     ("llama", {"model_type": "bert"}, "'bert' model, which is not supported; supported are gemma, gemma2"),
     ("llama", {"model_type": None}, "has no model_type"),
     ("llama", {"model_type": ["llama"]}, r"holds a \['llama'\] model, which is not supported"),

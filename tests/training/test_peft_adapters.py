@@ -233,7 +233,7 @@ def with_nan(folder: Path) -> None:
         ({"alpha": 4.0}, None, "set lora.rank: 2 and lora.alpha: 3.0"),
         ({"targets": ["q_proj", "up_proj"]}, None, "lora.targets or the model lack base_model.model.model.layers"),
         ({"targets": ["q_proj", "o_proj", "up_proj", "v_proj"]}, None, "the files lack base_model.model.model.layers"),
-        ({"targets": ["q_prj"]}, None, "'q_prj' names no module"),
+        ({"targets": ["q_prj"]}, None, "'q_prj' names no linear layer"),
         ({"adapter": "absent"}, None, "lora.adapter is 'absent', which has no adapter_config.json"),
         ({}, lambda folder: (folder / WEIGHTS).unlink(), "is missing or damaged: there is no such file"),
         ({}, without_the_last_tensor, "the files lack"),
