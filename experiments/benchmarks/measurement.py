@@ -45,7 +45,7 @@ def benchmark_parser(description: str) -> argparse.ArgumentParser:
 
 def config_arguments(rest: Sequence[str]) -> list[str]:
     """Return the arguments for `marin_rl.train`, with `experiments/rloo.yaml` as the default config."""
-    if any(argument.partition("=")[0] in ("--config", "--config_path") for argument in rest):
+    if any(argument.partition("=")[0] == "--config" for argument in rest):
         return list(rest)
     return ["--config", str(DEFAULT_CONFIG), *rest]
 

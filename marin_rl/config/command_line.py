@@ -55,8 +55,6 @@ ConfigT = TypeVar("ConfigT")
 
 MIN_THREADS = 64
 """Threads that a command must be able to start; a tiny run starts about 50. XLA aborts the process without them."""
-CONFIG_OPTIONS = ("config", "config_path")
-"""Names of the option for the config file; `config_path` is levanter's name."""
 
 RESUME_FLAGS = {"accept_changes": "Resume although files of the run were changed, and record the changes."}
 """Flags of the commands that train which commands that start them pass on."""
@@ -386,18 +384,18 @@ def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(_missing_value(name, known_flags))
             value = rest.pop(0)
-        if option in CONFIG_OPTIONS:
+        if option == "config":
             config_paths.append(Path(value))
-        elif difflib.get_close_matches(option, CONFIG_OPTIONS, n=1, cutoff=0.75):
-            raise ConfigError(f"unknown key {name}; did you mean '{CONFIG_OPTIONS[0]}'?")
+        elif difflib.get_close_matches(option, ("config", "config_path"), n=1, cutoff=0.75):
+            raise ConfigError(f"unknown key {name}; did you mean 'config'?")
         else:
             _put(overrides, name, _override_value(name, value))
     return Arguments(tuple(config_paths), overrides, frozenset(flags))
 
 
 def _missing_value(name: str, known_flags: Iterable[str]) -> str:
-    options = [*CONFIG_OPTIONS, *sorted(known_flags)]
-    if name.replace("-", "_") in CONFIG_OPTIONS:
+    options = ["config", *sorted(known_flags)]
+    if name == "config":
         return f"--{name} needs a value; write --{name} FILE, or --{name}=FILE if the file's name starts with --"
     close = difflib.get_close_matches(name.replace("-", "_"), options, n=1, cutoff=0.75)
     hint = f"; did you mean --{close[0]}?" if close else f"; write --{name} VALUE (for a switch: --{name} true)"

@@ -130,7 +130,7 @@ def test_a_config_from_a_pipe_is_read_once():
 
 def test_names_of_the_file_option(tmp_path):
     path = write(tmp_path, "name: a")
-    for arguments in (["--config", path], ["--config_path", path], [f"--config={path}"]):
+    for arguments in (["--config", path], [f"--config={path}"]):
         assert parse(*arguments).config.name == "a"
 
 

@@ -112,8 +112,7 @@ def help_text(
     if section not in ("", "all"):
         return _render(_entries_of(section, entries), width)
     options = {
-        "config FILE": "YAML file with the config; of several files, later ones have precedence. --config_path is a "
-        "synonym.",
+        "config FILE": "YAML file with the config; of several files, later ones have precedence.",
         "KEY VALUE": "Override a key of the file. VALUE is YAML: a scalar, a list or a mapping.",
         "help SECTION": "Describe one key, or a type of a section: --help KEY, --help KEY.TYPE; --help all: all keys.",
         **(flags or {}),
