@@ -19,7 +19,7 @@ from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.base_config import critic_of
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.train_config import SftConfig
+from marin_rl.config.train_config import SftConfig, TrainConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
@@ -127,7 +127,7 @@ class AbstractModelParts(abc.ABC):
             self.trainer,
             layout,
             pad_token_id=pad_token_id,
-            temperature=self.config.temperature,
+            temperature=self.config.sampling.temperature if isinstance(self.config, TrainConfig) else 1.0,
             block_size=self.logprob_block,
             capacity=layout.microbatches(self.config.rows.sequences_per_step),
             accuracy=isinstance(self.config, SftConfig),

@@ -146,11 +146,6 @@ class AbstractTrainConfig(AbstractRunConfig):
         """Texts that end a reply, for exports."""
         return self.sampling.stop
 
-    @property
-    def temperature(self) -> float:
-        """Temperature of the sampler."""
-        return self.sampling.temperature
-
     def batch_scoped_rewards(self) -> list[str]:
         """Keys of the reward functions that score all rollouts of a step together."""
         sections = nested_sections(self.environment, "environment")

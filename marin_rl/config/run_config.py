@@ -111,11 +111,6 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
         return ()
 
     @property
-    def temperature(self) -> float:
-        """Temperature of the log-probabilities: that of the sampler, or 1 for data."""
-        return 1.0
-
-    @property
     def run_name(self) -> str:
         """Name of the run in trackers."""
         return self.trainer.id or storage_path(self.run_dir).name

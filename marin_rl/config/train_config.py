@@ -104,8 +104,6 @@ def _check_optimizer(config: AbstractRunConfig) -> Iterator[str]:
     """Check that the update of the optimizer can be compiled, and that its learning rate is finite."""
     optimizer: Any = config.optimizer
     name = choice_name(optimizer)
-    if not 0 <= optimizer.learning_rate < math.inf:
-        yield (f"optimizer.learning_rate is {optimizer.learning_rate}; it must be a finite number of at least 0")
     yield from _optimizer_ranges(optimizer)
     schedules = section_of(field_types(type(optimizer))["lr_schedule"]).get_known_choices()
     if isinstance(optimizer.lr_schedule, str) and optimizer.lr_schedule not in schedules:
@@ -130,7 +128,7 @@ def _optimizer_ranges(optimizer: Any) -> Iterator[str]:
                 f"optimizer.{key} is {value}; it must be a fraction of the updates from 0 to 1, or a whole number of "
                 "updates"
             )
-    for key in ("weight_decay", "min_lr_ratio", "max_grad_norm"):
+    for key in ("learning_rate", "weight_decay", "min_lr_ratio", "max_grad_norm"):
         value = getattr(optimizer, key, None)
         if value is not None and not 0 <= value < math.inf:
             yield f"optimizer.{key} is {value}; it must be a finite number of at least 0"

@@ -12,7 +12,6 @@ Loss is on the assistant messages after the prompt. Tokens are those of [rows][m
 """
 
 import itertools
-from collections.abc import Sequence
 
 from marin_rl.data.rows import Example, encode_episode, make_example, read_messages
 from marin_rl.environments.row_format import Row
@@ -64,7 +63,7 @@ def split_pair(row: Row) -> tuple[list[Message], list[Message], list[Message]]:
             f"{row.where}: only one of chosen and rejected begins with the answer; begin both with it, or both with "
             "the prompt"
         )
-    elif prompt and not _contains(chosen[:shared], prompt):
+    elif not any(chosen[start : start + len(prompt)] == prompt for start in range(shared - len(prompt) + 1)):
         raise ValueError(
             f"{row.where}: column 'prompt' is not among the messages with which chosen and rejected begin; correct it, "
             "or remove the prompt from them"
@@ -80,7 +79,3 @@ def split_pair(row: Row) -> tuple[list[Message], list[Message], list[Message]]:
                 "they must be answers to the same prompt"
             )
     return [*prompt, *chosen[:shared]], chosen[shared:], rejected[shared:]
-
-
-def _contains(messages: Sequence[Message], part: Sequence[Message]) -> bool:
-    return any(messages[start : start + len(part)] == part for start in range(len(messages) - len(part) + 1))

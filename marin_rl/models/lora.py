@@ -124,16 +124,17 @@ def adapted_modules(model: LmHeadModel, targets: Sequence[str]) -> dict[str, Lin
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear))
     linear = {_path_text(path): node for path, node in leaves if isinstance(node, Linear)}
     for target in targets:
-        if not any(_matches(path, target) for path in linear):
+        if not any(is_match(path, target) for path in linear):
             name, last = LmConfig.get_choice_name(type(model.config)), {path.rpartition(".")[-1] for path in linear}
             raise LoraTargetError(
                 f"lora.targets: {target!r} names no linear layer of this {name} model; embeddings, a head tied to "
                 f"them and the experts of a mixture cannot be adapted; {nearest(target, sorted(last))}"
             )
-    return {path: node for path, node in linear.items() if any(_matches(path, target) for target in targets)}
+    return {path: node for path, node in linear.items() if any(is_match(path, target) for target in targets)}
 
 
-def _matches(path: str, target: str) -> bool:
+def is_match(path: str, target: str) -> bool:
+    """Return whether a target names a module: by its whole path, or by the end of it."""
     return path == target or path.endswith(f".{target}")
 
 

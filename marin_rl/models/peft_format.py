@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from marin_rl.models.hf_config import first_line
 from marin_rl.models.hf_tensors import BASE_PREFIX, WEIGHT_TYPES, listing, read_headers, tensor_shapes, to_tensors
-from marin_rl.models.lora import RANK, Adapter, LoraLinear, with_adapter
+from marin_rl.models.lora import RANK, Adapter, LoraLinear, is_match, with_adapter
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.remote_path import RemotePath
@@ -123,7 +123,7 @@ def _targets(base: LmHeadModel, names: Iterable[str]) -> list[str]:
     targets = set()
     for parts in (module.split(".") for module in modules):
         endings = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-        targets.add(next((end for end in endings if not any(_is_match(other, end) for other in others)), endings[-1]))
+        targets.add(next((end for end in endings if not any(is_match(other, end) for other in others)), endings[-1]))
     return sorted(targets)
 
 
@@ -139,11 +139,6 @@ def _module(name: str) -> str:
     'model.layers.0.self_attn.q_proj'
     """
     return name.removeprefix(_PREFIX).rpartition(".lora_")[0]
-
-
-def _is_match(module: str, target: str) -> bool:
-    """Return whether PEFT adapts a module for a target in its list."""
-    return f".{module}".endswith(f".{target}")
 
 
 def load_peft_adapter(source: str, base: LmHeadModel, like: Adapter, trainer: AbstractTrainerConfig) -> Adapter:
@@ -203,7 +198,7 @@ def check_peft_adapter(source: str, base: LmHeadModel, like: Adapter) -> Path:
     modules = adapted = {_module(name) for name in found}
     if targets is not None:
         of_base = {_hf_module(base, name) for name in tensor_shapes(base)}
-        adapted = {module for module in of_base if any(_is_match(module, target) for target in targets)}
+        adapted = {module for module in of_base if any(is_match(module, target) for target in targets)}
     problems = {
         "the files lack": expected.keys() - found.keys(),
         "lora.targets or the model lack": found.keys() - expected.keys(),

@@ -114,7 +114,5 @@ def _score(
     parts: SupervisedParts, model: LmHeadModel, pairs: Sequence[Example]
 ) -> list[Float32[np.ndarray, " actions"]]:
     """Compute the log-probabilities (nats) of the tokens with loss of each pair."""
-    scored = []
-    for batch, scores in score_examples(parts, model, pairs):
-        scored += batch.actions(scores.logprobs)
-    return scored
+    scored = score_examples(parts, model, pairs)
+    return [of_pair for batch, scores in scored for of_pair in batch.actions(scores.logprobs)]

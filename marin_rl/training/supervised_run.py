@@ -170,10 +170,10 @@ def open_supervised(
     data: Data,
     folder: StoragePath,
     report: Report,
-    stop_requested: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool],
     *,
-    accept_changes: bool = False,
-    command_timer: PhaseTimer | None = None,
+    accept_changes: bool,
+    command_timer: PhaseTimer,
 ) -> SupervisedRun:
     """Start a run that trains on data, or resume it from its newest valid checkpoint.
 
@@ -193,7 +193,6 @@ def open_supervised(
         RunDirectoryError: if files of the run were changed since the checkpoint.
         ProcessesDifferError: if the processes have different input files.
     """
-    timer = PhaseTimer() if command_timer is None else command_timer
     with contextlib.ExitStack() as resources, interruptible():
         parts = SupervisedParts.start(config, resources=resources, report=report)
         inputs = digest_inputs(config)
@@ -220,14 +219,14 @@ def open_supervised(
             tokenizer=parts.tokenizer,
             checkpoints=checkpoints,
             files=files,
-            command_timer=timer,
+            command_timer=command_timer,
             parts=parts,
             data=data,
             task=make_task(parts, data, checkpoints, policy),
             resources=resources.pop_all(),
         )
     if loaded is None:
-        with timer.phase("evaluation"):
+        with command_timer.phase("evaluation"):
             if metrics := run.measure(run.milestones[0]):
                 report(f"{run.milestones[0]}: {describe_held_out(metrics)}")
         run.save()
