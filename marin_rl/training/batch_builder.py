@@ -50,9 +50,26 @@ class TrainingBatch(NamedTuple):
     """`mismatch/*` metrics of the raw importance weights of the off-policy correction; None without a correction."""
 
 
-ScoreReference = Callable[[RolloutBatch, Sequence[Rollout], Any, Any], np.ndarray]
-"""Computes log-probs of rollouts under the reference policy, float32 and 0 off the loss mask, from their arrays and
-records, the newest weights, and the average of the weights (None if the run keeps none)."""
+class StepToScore(NamedTuple):
+    """The rollouts of a step, and the weights with which a reference may score them."""
+
+    batch: RolloutBatch
+    """Arrays of the rollouts."""
+    rollouts: Sequence[Rollout]
+    """The same rollouts."""
+    newest: Any
+    """The learner's weights before the step."""
+    average: Any = None
+    """The average of the learner's weights; None if the run keeps none."""
+
+    def take(self, rollouts: Int64[np.ndarray, " some"]) -> "StepToScore":
+        """Return some rollouts, which are given by their indices."""
+        taken = [self.rollouts[index] for index in rollouts.tolist()]
+        return self._replace(batch=self.batch.take(rollouts), rollouts=taken)
+
+
+ScoreReference = Callable[[StepToScore], np.ndarray]
+"""Computes log-probs of rollouts under the reference policy, float32 and 0 off the loss mask."""
 ScoreFunction = Callable[[Any, RolloutBatch], Scores]
 """Computes log-probs and values of rollouts under the weights of a model."""
 
@@ -114,7 +131,7 @@ class BatchBuilder:
         with timer.phase("batch"):
             sampled = batch_rollouts(graded, max_length=self.max_length)
         with timer.phase("reference"):
-            scored, learner_logprobs = self._score(sampled, graded, model, step, average)
+            scored, learner_logprobs = self._score(StepToScore(sampled, graded, model, average), step)
             corrected, mismatch = self._correct(scored, learner_logprobs)
         with timer.phase("batch"):
             k1 = None
@@ -173,17 +190,15 @@ class BatchBuilder:
                         ref_kl_mask=minibatch.loss_mask if self.kl.needs_teacher else None,
                     )
 
-    def _score(
-        self, batch: RolloutBatch, graded: Sequence[Rollout], model: Any, step: int, average: Any
-    ) -> tuple[RolloutBatch, Float32[np.ndarray, " tokens"] | None]:
+    def _score(self, inputs: StepToScore, step: int) -> tuple[RolloutBatch, Float32[np.ndarray, " tokens"] | None]:
         """Fill in reference log-probs and values; also return the learner's log-probs if they are needed."""
+        batch = inputs.batch
         if self.score_reference is not None:
-            logprobs = self.score_reference(batch, graded, model, average)
-            batch = dataclasses.replace(batch, reference_logprobs=logprobs)
+            batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(inputs))
         corrects = self.off_policy_correction.needs_sampling_logprobs
         if not (self.has_critic or corrects or self.stores_logprobs(step)):
             return batch, None
-        scores = self.score(model, batch)
+        scores = self.score(inputs.newest, batch)
         if self.has_critic:
             batch = dataclasses.replace(batch, values=scores.values)
         return batch, scores.logprobs

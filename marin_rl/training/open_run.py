@@ -36,7 +36,7 @@ from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate
 from marin_rl.training.loop import TrainingRun
-from marin_rl.training.references import open_learner, open_reference
+from marin_rl.training.references import References
 from marin_rl.training.run_state import REPLAY, RUN_FILES, Progress, RunFiles, RunState, compare_on_resume
 from marin_rl.training.shared_run import (
     check_shared_sampling,
@@ -141,8 +141,8 @@ def open_run(
                 with writing(store.folder):
                     files = dataclasses.replace(files, rollouts=store.digests())
             state.save(checkpoints, trainer_state, rollout_source.counts, files)
-        initial = functools.partial(_initial_policy, parts, checkpoints)
-        batch_builder = make_batch_builder(parts, parts.score, open_reference(parts, initial))
+        references = References(parts, functools.partial(_initial_policy, parts, checkpoints))
+        batch_builder = make_batch_builder(parts, parts.score, references.open_scorer())
         return TrainingRun(
             config=config,
             progress=progress,
@@ -159,7 +159,7 @@ def open_run(
                 config.seed,
             ),
             batch_builder=batch_builder,
-            learner=open_learner(parts, progress.vocab_size, initial),
+            learner=references.open_learner(progress.vocab_size),
             base=parts.base,
             tokenizer=parts.tokenizer,
             runner=runner,

@@ -6,14 +6,14 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jmp
 import numpy as np
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.batching.packing import RowLayout
 from marin_rl.config.reference_config import (
     CheckpointReferenceConfig,
     InitialReferenceConfig,
@@ -35,9 +35,8 @@ from marin_rl.run_parts import RunParts
 from marin_rl.sampling.client import CompletionsClient, read_server_key
 from marin_rl.sampling.prompt_logprobs import PromptScorer
 from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens
-from marin_rl.training.batch_builder import ScoreReference
+from marin_rl.training.batch_builder import ScoreReference, StepToScore
 from marin_rl.training.reference_context import ContextPrompts, with_context
-from marin_rl.types import Rollout
 from marin_rl.utils import multihost
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.hub import check_source
@@ -54,84 +53,126 @@ class Teacher(NamedTuple):
     model: LmHeadModel
     """The weights."""
 
-    def score(self, batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
+    def score(self, step: StepToScore) -> np.ndarray:
         """Compute log-probs of rollouts; a `ScoreReference`."""
-        if (largest := int(batch.input_ids.max())) >= self.model.vocab_size:
+        if (largest := int(step.batch.input_ids.max())) >= self.model.vocab_size:
             raise UserError(
                 f"the policy sampled token {largest}, but the teacher in {PATH} has a vocabulary of "
                 f"{self.model.vocab_size}; use a teacher with the vocabulary of the policy"
             )
-        return self.parts.scorer.score(self.model, batch).logprobs
+        return self.parts.scorer.score(self.model, step.batch).logprobs
 
 
-def open_reference(parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> ScoreReference | None:
-    """Open the reference policy of a run.
+class References:
+    """The reference of a run, which scores rollouts or teaches in the updates. Each of its models is loaded once."""
 
-    Args:
-        parts: parts of the run.
-        initial: loads the weights at the start of RL.
+    def __init__(self, parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> None:
+        """Load nothing yet.
 
-    Returns:
-        Scores rollouts under the reference; None if nothing uses it.
+        Args:
+            parts: parts of the run.
+            initial: loads the weights at the start of RL.
+        """
+        self._parts = parts
+        self._initial = functools.cache(initial)
+        self._teacher = functools.cache(functools.partial(load_teacher, parts))
 
-    Raises:
-        PolicyModelError: if a teacher cannot be loaded, or does not fit the tokenizer or the length of the rollouts.
-        SamplerError: if a server does not return log-probs of prompts, or has another tokenizer.
-        UserError: if an environment has no reference, or too few worked answers for its context.
-    """
-    config = parts.config
-    return _open(config.reference, parts, functools.cache(initial)) if config.needs_reference else None
+    def open_scorer(self) -> ScoreReference | None:
+        """Return the function that scores rollouts under the reference; None if nothing uses it.
 
+        Raises:
+            PolicyModelError: if a teacher cannot be loaded, or does not fit the tokenizer or the length of rollouts.
+            SamplerError: if a server does not return log-probs of prompts, or has another tokenizer.
+            UserError: if an environment has no reference, or too few worked answers for its context.
+        """
+        config = self._parts.config
+        return self._open(config.reference) if config.needs_reference else None
 
-def open_learner(parts: RunParts, vocab_size: int, initial: Callable[[], LmHeadModel | Adapter]) -> Learner:
-    """Return the learner of a run, with the teacher of `kl: {type: exact}` if there is one.
+    def open_learner(self, vocab_size: int) -> Learner:
+        """Return the learner of the run, with the teacher of `kl: {type: exact}` if there is one.
 
-    Args:
-        parts: parts of the run.
-        vocab_size: vocabulary size of the policy.
-        initial: loads the weights at the start of RL.
+        Args:
+            vocab_size: vocabulary size of the policy.
 
-    Raises:
-        PolicyModelError: as for `load_teacher`.
-        UserError: if rows share prompts, which the architecture of the teacher does not support, or the policy has
-            tokens that the teacher has not.
-    """
-    reference = parts.config.reference
-    if not parts.config.kl.needs_teacher:
-        return parts.learner
-    if not isinstance(reference, CheckpointReferenceConfig):
-        model = parts.trainer.mp.cast_to_compute(parts.assemble(initial()))
+        Raises:
+            PolicyModelError: as for `load_teacher`.
+            UserError: if rows share prompts, which the architecture of the teacher does not support, or the policy has
+                tokens that the teacher has not.
+        """
+        parts, reference = self._parts, self._parts.config.reference
+        if not parts.config.kl.needs_teacher:
+            return parts.learner
+        if isinstance(reference, CheckpointReferenceConfig):
+            own, model = self._teacher(reference.path)
+            _check_teacher(own, model, reference.path, parts.layout, vocab_size)
+        else:
+            model = parts.trainer.mp.cast_to_compute(parts.assemble(self._initial()))
         return parts.make_learner(parts.layout, parts.base, model)
-    own, model = load_teacher(parts, reference.path)
+
+    def _open(self, reference: ReferenceConfig) -> ScoreReference:
+        parts = self._parts
+        match reference:
+            case InitialReferenceConfig():
+                return Teacher(parts, parts.assemble(self._initial())).score
+            case CheckpointReferenceConfig():
+                return self._teacher(reference.path).score
+            case ServerReferenceConfig():
+                return _open_server(parts, reference)
+            case PolicyReferenceConfig():
+                return self._open_policy(reference)
+            case ReferencesByEnvironmentConfig():
+                check_environments(parts, reference)
+                opened = {name: self._open(part) for name, part in reference.references.items()}
+                return functools.partial(_score_by_environment, opened)
+        raise TypeError(f"no reference {reference!r}")
+
+    def _open_policy(self, reference: PolicyReferenceConfig) -> ScoreReference:
+        """Open the policy, in rows with room for its context."""
+        parts, context, prompts = self._parts, reference.context, None
+        own, config = parts, parts.config
+        if context is not None:
+            prompts = ContextPrompts(context, parts.environment, parts.tokenizer, config.seed)
+            longest = config.rollouts.max_length + context.max_tokens
+            rollouts = dataclasses.replace(config.rollouts, max_length=longest, row_length=None)
+            longer = dataclasses.replace(config, rollouts=rollouts, reference=InitialReferenceConfig())
+            own = dataclasses.replace(parts, config=longer)
+        scorer, first = own.scorer, self._initial() if reference.weights is PolicyWeights.INITIAL else None
+
+        def in_own_rows(model: LmHeadModel) -> LmHeadModel:
+            # Longer rows may have other attention blocks.
+            return model if own.model == parts.model else with_config(model, own.model, own.trainer)
+
+        base = None if parts.base is None else in_own_rows(parts.base)
+
+        def score(step: StepToScore) -> np.ndarray:
+            weights: Any = {
+                PolicyWeights.LIVE: step.newest,
+                PolicyWeights.INITIAL: first,
+                PolicyWeights.AVERAGE: step.average,
+            }
+            policy = policy_of(weights[reference.weights])
+            model = in_own_rows(policy) if base is None else assemble(policy, base)
+            scored = step.batch if prompts is None else with_context(step.batch, step.rollouts, prompts)
+            logprobs = np.zeros(step.batch.input_ids.shape, np.float32)
+            logprobs[step.batch.loss_mask] = scorer.score(model, scored).logprobs[scored.loss_mask]
+            return logprobs
+
+        return score
+
+
+def _check_teacher(own: RunParts, model: LmHeadModel, path: str, layout: RowLayout, vocab_size: int) -> None:
+    """Check that a teacher can read the rows of the updates, in this layout, and every token of the policy."""
     if model.vocab_size < vocab_size:
         raise UserError(
             f"the policy has a vocabulary of {vocab_size} tokens, and may sample each of them, but the teacher in "
-            f"{PATH}, {reference.path!r}, one of {model.vocab_size}; use one with at least the policy's vocabulary"
+            f"{PATH}, {path!r}, one of {model.vocab_size}; use one with at least the policy's vocabulary"
         )
-    for layout in parts.layout.alternatives:
-        if layout.group and not own.kernel.supports_shared_prompts(own.model, layout.group):
+    for other in layout.alternatives:
+        if other.group and not own.kernel.supports_shared_prompts(own.model, other.group):
             raise UserError(
-                f"{PATH} is {reference.path!r}, whose attention cannot read rows with shared prompts; set "
+                f"{PATH} is {path!r}, whose attention cannot read rows with shared prompts; set "
                 "rollouts.share_prompts: false"
             )
-    return parts.make_learner(parts.layout, parts.base, model)
-
-
-def _open(reference: ReferenceConfig, parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> ScoreReference:
-    match reference:
-        case InitialReferenceConfig():
-            return Teacher(parts, parts.assemble(initial())).score
-        case CheckpointReferenceConfig():
-            return load_teacher(parts, reference.path).score
-        case ServerReferenceConfig():
-            return _open_server(parts, reference)
-        case PolicyReferenceConfig():
-            return _open_policy(parts, reference, initial)
-        case ReferencesByEnvironmentConfig():
-            check_environments(parts, reference)
-            opened = {name: _open(part, parts, initial) for name, part in reference.references.items()}
-            return functools.partial(_score_by_environment, opened)
-    raise TypeError(f"no reference {reference!r}")
 
 
 def _open_server(parts: RunParts, server: ServerReferenceConfig) -> ScoreReference:
@@ -143,7 +184,8 @@ def _open_server(parts: RunParts, server: ServerReferenceConfig) -> ScoreReferen
     length = parts.config.rollouts.max_length
     multihost.on_main(lambda: scorer.check_tokenizer(parts.tokenizer.tokenizer, length))
 
-    def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
+    def score(step: StepToScore) -> np.ndarray:
+        batch = step.batch
         bounds = itertools.pairwise(batch.sequence_offsets.tolist())
         sequences = [batch.input_ids[start:end].tolist() for start, end in bounds]
         data = multihost.on_main(lambda: np.array(scorer.score(sequences), np.float32).tobytes())
@@ -152,33 +194,14 @@ def _open_server(parts: RunParts, server: ServerReferenceConfig) -> ScoreReferen
     return score
 
 
-def _open_policy(
-    parts: RunParts, reference: PolicyReferenceConfig, initial: Callable[[], LmHeadModel | Adapter]
-) -> ScoreReference:
-    """Open the policy, in rows with room for its context."""
-    config, context = parts.config, reference.context
-    own, prompts = parts, None
-    if context is not None:
-        prompts = ContextPrompts(context, parts.environment, parts.tokenizer, config.seed)
-        longest = config.rollouts.max_length + context.max_tokens
-        rollouts = dataclasses.replace(config.rollouts, max_length=longest, row_length=None)
-        longer = dataclasses.replace(config, rollouts=rollouts, reference=InitialReferenceConfig())
-        own = dataclasses.replace(parts, config=longer)
-    scorer, first = own.scorer, initial() if reference.weights is PolicyWeights.INITIAL else None
-
-    def score(batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any) -> np.ndarray:
-        weights: Any = {PolicyWeights.LIVE: live, PolicyWeights.INITIAL: first, PolicyWeights.AVERAGE: average}
-        policy, base = policy_of(weights[reference.weights]), parts.base
-        # Longer rows may have other attention blocks.
-        if own.model != parts.model:
-            whole = with_config(policy if base is None else base, own.model, own.trainer)
-            policy, base = (whole, None) if base is None else (policy, whole)
-        scored = batch if prompts is None else with_context(batch, rollouts, prompts)
-        logprobs = np.zeros(batch.input_ids.shape, np.float32)
-        logprobs[batch.loss_mask] = scorer.score(assemble(policy, base), scored).logprobs[scored.loss_mask]
-        return logprobs
-
-    return score
+def _score_by_environment(opened: Mapping[str, ScoreReference], step: StepToScore) -> np.ndarray:
+    """Score the rollouts of each environment with its reference."""
+    logprobs = np.zeros(step.batch.input_ids.shape, np.float32)
+    names = [rollout.task.environment for rollout in step.rollouts]
+    for name in dict.fromkeys(names):
+        own = np.flatnonzero([name == other for other in names])
+        logprobs[step.batch.tokens_of(own)] = opened[name](step.take(own))
+    return logprobs
 
 
 def load_teacher(parts: RunParts, path: str) -> Teacher:
@@ -292,15 +315,3 @@ def check_environments(parts: RunParts, reference: ReferencesByEnvironmentConfig
             f"reference.references has no entry for the environment {missing[0]!r}, only for "
             f"{', '.join(map(repr, reference.references))}; add it"
         )
-
-
-def _score_by_environment(
-    opened: Mapping[str, ScoreReference], batch: RolloutBatch, rollouts: Sequence[Rollout], live: Any, average: Any
-) -> np.ndarray:
-    """Score the rollouts of each environment with its reference."""
-    logprobs, names = np.zeros(batch.input_ids.shape, np.float32), [rollout.task.environment for rollout in rollouts]
-    for name in dict.fromkeys(names):
-        own = np.flatnonzero([name == other for other in names])
-        part = opened[name](batch.take(own), [rollouts[index] for index in own.tolist()], live, average)
-        logprobs[batch.tokens_of(own)] = part
-    return logprobs

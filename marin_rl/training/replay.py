@@ -45,7 +45,7 @@ from marin_rl.training.loop import (
     train_on_groups,
     update_seconds,
 )
-from marin_rl.training.references import Teacher, open_learner, open_reference
+from marin_rl.training.references import References, Teacher
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.devices.setup import device_peak_bytes
@@ -163,11 +163,9 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     parts.check_base(checkpoint.progress.get("base", ""))
     state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
-    initial = functools.partial(_restore_initial, parts, checkpoints)
-    learner = open_learner(parts, int(checkpoint.progress["vocab_size"]), initial)
-    make_builder = functools.partial(
-        _make_builder, parts, functools.cache(functools.partial(open_reference, parts, initial))
-    )
+    references = References(parts, functools.partial(_restore_initial, parts, checkpoints))
+    learner = references.open_learner(vocab_size)
+    make_builder = functools.partial(_make_builder, parts, functools.cache(references.open_scorer))
     for number in range(start + 1, step + 1):
         stored = first if number == start + 1 else groups(number)
         builder = make_builder(stored)
@@ -269,7 +267,7 @@ def _make_builder(
             score_reference = open_reference()
         else:
             read = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
-            score_reference = lambda batch, *_: read(batch).logprobs  # noqa: E731
+            score_reference = lambda step: read(step.batch).logprobs  # noqa: E731
     return make_batch_builder(parts, score, score_reference)
 
 

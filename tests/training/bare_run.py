@@ -89,7 +89,7 @@ def bare_builder(
     return make_batch_builder(
         parts,
         score,
-        None if reference is None else lambda batch, *_: score((reference, zeros), batch).logprobs,
+        None if reference is None else lambda step: score((reference, zeros), step.batch).logprobs,
     )
 
 

@@ -16,6 +16,7 @@ from marin_rl.config.reference_config import ContextConfig, PolicyReferenceConfi
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import Split
 from marin_rl.objectives import DistillationConfig
+from marin_rl.training.batch_builder import StepToScore
 from marin_rl.training.reference_context import ContextPrompts, feedback, with_context
 from marin_rl.types import (
     Generation,
@@ -163,7 +164,7 @@ def test_scores_are_those_of_the_chosen_weights_behind_the_longer_prompt(finishe
     batch = batch_rollouts(rollouts, max_length=12)
     live, first = run.trainer_state.model, _initial(run)
     made = ContextPrompts(reference.context, run.runner.environment, TOKENIZER, config.seed)
-    scored = score(batch, rollouts, live, None)
+    scored = score(StepToScore(batch, rollouts, live))
     model = first if weights is PolicyWeights.INITIAL else live
     for one, found in zip(rollouts, batch.actions(scored), strict=True):
         reply = one.turns[0].generation.token_ids

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -29,9 +30,10 @@ from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
 from marin_rl.run_parts import RunParts
+from marin_rl.training.batch_builder import StepToScore
 from marin_rl.training.earlier_run import prompt_scorer
 from marin_rl.training.loop import TrainingRun
-from marin_rl.training.references import open_learner
+from marin_rl.training.references import References
 from marin_rl.training.replay import FakeShape, make_groups
 from marin_rl.types import RolloutGroup
 from marin_rl.utils.errors import UserError
@@ -56,7 +58,8 @@ def in_environment(name: str, groups: list[RolloutGroup]) -> list[RolloutGroup]:
 def scores(run: TrainingRun, groups: list[RolloutGroup] = GROUPS) -> np.ndarray:
     score = run.batch_builder.score_reference
     assert score is not None
-    return score(BATCH, [rollout for group in groups for rollout in group.rollouts], run.trainer_state.model, None)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return score(StepToScore(BATCH, rollouts, run.trainer_state.model))
 
 
 def distilled(run: TinyRun, reference: Any, **changes: Any) -> TrainingRun:
@@ -151,7 +154,7 @@ def test_a_teacher_of_another_size_is_run_in_the_updates(finished_run: TinyRun, 
     # The policy could sample a token that the teacher cannot read.
     size = weights.vocab_size
     with pytest.raises(UserError, match=rf"vocabulary of {size + 1} tokens.*one of {size}; use one with"):
-        open_learner(RunParts(run.config, run.learner.trainer), size + 1, lambda: run.trainer_state.model)
+        References(RunParts(run.config, run.learner.trainer), lambda: run.trainer_state.model).open_learner(size + 1)
 
 
 @pytest.mark.medium
@@ -266,6 +269,27 @@ def test_a_dry_run_finds_a_wrong_reference(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["checkpoint", "initial"])
+def test_a_reference_that_scores_and_teaches_is_loaded_once(
+    finished_run: TinyRun, teacher: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    loaded: list[str] = []
+
+    def count(target: str, name: str) -> None:
+        load = getattr(importlib.import_module(target), name)
+        monkeypatch.setattr(f"{target}.{name}", lambda *arguments: (loaded.append(name), load(*arguments))[1])
+
+    count("marin_rl.training.references", "load_hf_policy")
+    count("marin_rl.training.open_run", "_initial_policy")
+    one = CheckpointReferenceConfig(str(teacher[0])) if kind == "checkpoint" else InitialReferenceConfig()
+    run = distilled(finished_run, one, kl=ExactKlConfig(0.5))
+    assert loaded == ["load_hf_policy" if kind == "checkpoint" else "_initial_policy"]
+    assert run.batch_builder.score_reference is not None
+    [packed] = run.batch_builder.minibatches(BATCH, 7)
+    assert packed.microbatches[0].ref_kl_weights is not None
+
+
 def test_an_unfinished_run_is_no_teacher(finished_run: TinyRun, tmp_path: Path):
     folder = tmp_path / "run"
     shutil.copytree(finished_run.path, folder, ignore=lambda *_: ["hf"])
@@ -356,6 +380,6 @@ def test_an_adapter_learns_from_its_average_and_from_a_whole_teacher(
     assert score is not None
     of_average = np.isin(np.arange(BATCH.input_ids.size), BATCH.tokens_of(HALF))
     expected = np.where(of_average, logprobs(assemble(average, opened.base)), logprobs(teacher[1]))
-    np.testing.assert_allclose(score(BATCH, rollouts, state.model, average), expected, atol=1e-5)
+    np.testing.assert_allclose(score(StepToScore(BATCH, rollouts, state.model, average)), expected, atol=1e-5)
     live = logprobs(assemble(state.model, opened.base))
     assert np.abs(live - expected)[of_average].max() > 1e-3
