@@ -7,14 +7,16 @@ The positions of each device that are on the mask are gathered, and the head run
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from haliax import Axis
+from haliax import Axis, NamedArray
 from haliax.partitioning import current_thread_local_mapping, physical_axis_size
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from marin_rl.utils.levanter_line import shard
 
 Carry = TypeVar("Carry")
 
@@ -56,6 +58,19 @@ def shards_of(Batch: Axis) -> int:
     if current_thread_local_mapping() is None:
         return 1
     return math.gcd(physical_axis_size(Batch) or 1, Batch.size)
+
+
+def head_arrays(
+    activations: NamedArray, lm_head: NamedArray, axes: Sequence[Axis]
+) -> tuple[Float[Array, "batch position embed"], Float[Array, "embed vocab"]]:
+    """Return the arrays of activations, whose axes are `axes` and one more, and of the head that is applied to them."""
+    (Embed,) = (axis for axis in activations.axes if axis not in axes)
+    # Gather the head after the trunk's forward pass, and reduce its gradient before the trunk's backward pass. XLA may
+    # otherwise hold the gathered head during all microbatches, and the gradient during the backward pass.
+    activations, lm_head = jax.lax.optimization_barrier((activations, lm_head))
+    # The head may be sharded along its embedding axis. Gather it here once instead of in every block.
+    lm_head = shard(lm_head)
+    return activations.rearrange((*axes, Embed)).array, lm_head.rearrange((Embed, ...)).array
 
 
 def head_logits(

@@ -21,6 +21,7 @@ from marin_rl.learner.blocks import (
     Block,
     backpropagate,
     gather,
+    head_arrays,
     head_logits,
     join_tokens,
     masked_tokens,
@@ -31,7 +32,6 @@ from marin_rl.learner.blocks import (
     split_tokens,
 )
 from marin_rl.objectives.divergence import Divergence, divergence_terms
-from marin_rl.utils.levanter_line import shard
 
 
 def token_divergences(
@@ -52,22 +52,16 @@ def token_divergences(
     Returns:
         Nats, `{batch, position}` float32, aligned with the tokens; 0 off the mask.
     """
-    Batch, Pos = mask.axes
-
-    def arrays(activations: NamedArray, lm_head: NamedArray) -> tuple[Array, Array]:
-        activations, lm_head = jax.lax.optimization_barrier((activations, lm_head))
-        (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
-        return activations.rearrange((Batch, Pos, Embed)).array, shard(lm_head).rearrange((Embed, ...)).array
-
+    axes = mask.axes
     divergences = blockwise_divergence(
-        *arrays(*policy),
-        *arrays(*jax.lax.stop_gradient(teacher)),
+        *head_arrays(*policy, axes),
+        *head_arrays(*jax.lax.stop_gradient(teacher), axes),
         to_predictors(mask).array,
-        shards=shards_of(Batch),
+        shards=shards_of(axes[0]),
         position_shards=context_shards(),
         **options,
     )
-    return to_tokens(hax.named(divergences, (Batch, Pos)))
+    return to_tokens(hax.named(divergences, axes))
 
 
 def blockwise_divergence(

@@ -26,6 +26,7 @@ from marin_rl.learner.blocks import (
     backpropagate,
     gather,
     get_block,
+    head_arrays,
     head_logits,
     join_tokens,
     masked_tokens,
@@ -35,7 +36,6 @@ from marin_rl.learner.blocks import (
     shards_of,
     split_tokens,
 )
-from marin_rl.utils.levanter_line import shard
 
 Statistic = Callable[
     [Float32[Array, "shard block vocab"], Float32[Array, "shard block vocab"], Int[Array, "shard block"]],
@@ -113,26 +113,18 @@ def token_logprobs(
         Log-probabilities (nats) and statistics, both `{batch, position}` float32, aligned with the tokens; 0 off
         `batch.scored_mask`. The statistic carries no gradient.
     """
-    Batch, Pos = batch.input_ids.axes
-    (Embed,) = (axis for axis in activations.axes if axis not in (Batch, Pos))
-    (Vocab,) = (axis for axis in lm_head.axes if axis != Embed)
-    # Gather the head after the trunk's forward pass, and reduce its gradient before the trunk's backward pass. XLA may
-    # otherwise hold the gathered head during all microbatches, and the gradient during the backward pass.
-    activations, lm_head = jax.lax.optimization_barrier((activations, lm_head))
-    # The head may be sharded along its embedding axis. Gather it here once instead of in every block.
-    lm_head = shard(lm_head)
+    axes = batch.input_ids.axes
     logprobs, statistics = blockwise_logprobs(
-        activations.rearrange((Batch, Pos, Embed)).array,
-        lm_head.rearrange((Embed, Vocab)).array,
+        *head_arrays(activations, lm_head, axes),
         to_predictors(batch.input_ids).array,
         to_predictors(batch.scored_mask).array,
         temperature=temperature,
         block_size=block_size,
-        shards=shards_of(Batch),
+        shards=shards_of(axes[0]),
         position_shards=context_shards(),
         statistic=statistic,
     )
-    return to_tokens(hax.named(logprobs, (Batch, Pos))), to_tokens(hax.named(statistics, (Batch, Pos)))
+    return to_tokens(hax.named(logprobs, axes)), to_tokens(hax.named(statistics, axes))
 
 
 def blockwise_logprobs(
