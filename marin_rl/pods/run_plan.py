@@ -249,7 +249,7 @@ def _plan_program(
         planned = PlannedProgram(name, place, None, 0, chip, result)
     else:
         resident = sum(size for part, size in held.items() if part not in _ALLOCATED_LATER.get(name, ()))
-        arguments = sum(held[part] for part in _held_arguments(name, held))
+        arguments = sum(held[part] for part in _held_arguments(name, held, run))
         # Held arrays that are arguments of the program count once; a program may take a part of them.
         others = resident - min(arguments, result.arguments)
         planned = PlannedProgram(name, place, result, others, chip, None)
@@ -272,11 +272,14 @@ def _held(run: RunShapes) -> dict[str, Number]:
         # The log-probabilities of the reference of pairs are computed with the first weights, and kept on the host.
         return held
     if config.needs_reference:
-        teachers = [part.path for part in config.reference.parts if isinstance(part, CheckpointReferenceConfig)]
+        teachers = {part.path for part in config.reference.parts if isinstance(part, CheckpointReferenceConfig)}
         shapes = [teacher_spec(cast(RunParts, run.parts), path).policy for path in teachers]
         shapes += [run.sent] if config.needs_initial_policy else []
         held["reference"] = sum(chip_bytes(run.place(shape)) for shape in shapes)
-    if run.teacher is not None:
+    # A checkpoint that also scores is loaded once.
+    if run.teacher is not None and not (
+        "reference" in held and isinstance(config.reference, CheckpointReferenceConfig)
+    ):
         held["teacher"] = chip_bytes(run.teacher)
     if config.mode is Mode.ASYNC:
         dtype, leaves = config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
@@ -291,12 +294,13 @@ def _weights(run: RunShapes, trained: Any) -> dict[str, Number]:
     return {**base, "weights": chip_bytes(trained)}
 
 
-def _held_arguments(name: str, held: Mapping[str, Number]) -> tuple[str, ...]:
+def _held_arguments(name: str, held: Mapping[str, Number], run: RunShapes) -> tuple[str, ...]:
     """Return the held arrays that are arguments of a program."""
     base = ("base",) if "base" in held else ()
     match name:
         case "update":
-            return *base, "weights", "optimizer", *(["teacher"] if "teacher" in held else [])
+            teacher = () if run.teacher is None else ("teacher" if "teacher" in held else "reference",)
+            return *base, "weights", "optimizer", *teacher
         case "score":
             return *base, "reference" if "reference" in held else "weights"
         case "resharding" | "prefill" | "short prefill" | "decode":

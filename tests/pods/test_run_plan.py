@@ -100,6 +100,9 @@ def test_memory_of_a_teacher_is_that_of_its_own_architecture(
     plan = plan_tiny("--reference", reference, "--distillation", "{}", "--trainer.mp", "p=f32,c=bf16")
     parameters = PolicySpec(model, tokenizer.vocab_size, trainer).num_parameters
     assert plan.held["reference"] == 2 * parameters
+    exact = "--kl", "{type: exact, beta: 0.1}"
+    both = plan_tiny("--reference", reference, "--distillation", "{}", "--trainer.mp", "p=f32,c=bf16", *exact)
+    assert both.held == plan.held
     average = plan_tiny("--reference", "{type: policy, weights: average}", "--distillation", "{}").held
     assert average["reference"] == 0
     assert average["optimizer"] == pytest.approx(3 * average["weights"], rel=0.01)
