@@ -27,7 +27,6 @@ from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.episode import ConnectAgent
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.sampling.client import read_server_key
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
@@ -154,7 +153,7 @@ class RunParts(AbstractModelParts):
             load_reload_function(sampler.reload)
             # Workers may have the key on other machines.
             if self.config.mode is Mode.SYNC:
-                read_server_key(sampler.api_key_env, "sampler")
+                sampler.read_key()
 
     def open_sampler(
         self, policy: LmHeadModel, version: WeightVersion, weight_poll: WeightPoll | None = None

@@ -5,14 +5,14 @@
 
 import dataclasses
 import enum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import draccus
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Lt
 
-from marin_rl.utils.retry import RetryConfig
+from marin_rl.sampling.config import AbstractServerConfig
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
-from marin_rl.utils.settings.fields import STORAGE_INPUT, check_address
+from marin_rl.utils.settings.fields import STORAGE_INPUT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +42,10 @@ class CheckpointReferenceConfig(ReferenceConfig):
 
 @ReferenceConfig.register_subclass("server")
 @dataclasses.dataclass(frozen=True)
-class ServerReferenceConfig(ReferenceConfig):
+class ServerReferenceConfig(AbstractServerConfig, ReferenceConfig):
     """A server with OpenAI's completions protocol that returns log-probs of prompts: `marin_rl.serve` or vLLM."""
 
-    base_url: str
-    """Address of the server without `/completions`, such as `http://localhost:8000/v1`."""
-    model: str
-    """Name of the model on the server."""
-    api_key_env: str | None = None
-    """Environment variable with the API key, sent as a bearer token; null for a server without keys."""
-    timeout: Annotated[float, Gt(0)] = 600.0
-    """Seconds without data from the server before a request fails."""
-    retry: RetryConfig = RetryConfig()
-    """Retries when the server does not respond, or responds that it is temporarily unavailable."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_address("reference.base_url", self.base_url, "reference.api_key_env")
-        if not self.model:
-            raise ValueError("reference.model is empty; give the name of the model on the server")
+    section: ClassVar[str] = "reference"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
+from marin_rl.sampling.config import AbstractServerConfig
 from marin_rl.sampling.sampler import SamplerError
-from marin_rl.utils.retry import RetryConfig, retrying_async
-from marin_rl.utils.settings.fields import read_api_key
+from marin_rl.utils.retry import retrying_async
 
 # httpx logs a line for each request.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -34,30 +34,23 @@ class ServerLostError(SamplerError):
 class CompletionsClient:
     """Posts requests to a server, and repeats those that are lost."""
 
-    def __init__(
-        self, section: str, base_url: str, *, api_key_env: str | None, timeout: float, retry: RetryConfig
-    ) -> None:
+    def __init__(self, server: AbstractServerConfig) -> None:
         """Read the API key, without sending a request.
 
         Args:
-            section: section of the config that names the server, for error messages.
-            base_url: address without `/completions`.
-            api_key_env: environment variable with the API key; None for a server without keys.
-            timeout: seconds without data before a request fails.
-            retry: retries of lost requests.
+            server: address, key, time limit and retries.
 
         Raises:
             ValueError: if the environment variable for the API key is not set.
         """
-        self._section, self._base_url, self._timeout, self._retry = section, base_url.rstrip("/"), timeout, retry
-        self._key = read_server_key(api_key_env, section)
+        self._server, self._key = server, server.read_key()
         # Created once, because it reads the system's certificates.
         self._tls = httpx.create_ssl_context()
 
     def open(self) -> httpx.AsyncClient:
         """Return connections for one event loop."""
         return httpx.AsyncClient(
-            timeout=self._timeout,
+            timeout=self._server.timeout,
             verify=self._tls,
             headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -75,16 +68,16 @@ class CompletionsClient:
             SamplerError: if the server rejects it, or does not respond within the limits of `retry`.
         """
         attempt = functools.partial(self._post_once, client, index, body)
-        return await retrying_async(self._retry, (ServerLostError,), attempt)
+        return await retrying_async(self._server.retry, (ServerLostError,), attempt)
 
     async def _post_once(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
-        base_url = self._base_url
+        base_url, section = self._server.base_url.rstrip("/"), self._server.section
         try:
             response = await client.post(f"{base_url}/completions", json=body)
         except httpx.RequestError as error:
             raise ServerLostError(
                 f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
-                f"that it is running, and check {self._section}.base_url and {self._section}.timeout"
+                f"that it is running, and check {section}.base_url and {section}.timeout"
             ) from error
         # A server may repeat the key; it is replaced before the cut, which could leave a part of it.
         status, text = response.status_code, response.text
@@ -92,7 +85,7 @@ class CompletionsClient:
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _RETRIED_STATUSES:
             raise ServerLostError(f"request {index}: the server at {base_url} returned status {status}: {text}")
         if status != HTTPStatus.OK:
-            remedy = _REMEDIES.get(status, "see the server's log").format(section=self._section)
+            remedy = _REMEDIES.get(status, "see the server's log").format(section=section)
             raise SamplerError(f"request {index}: {base_url} rejected it with status {status}: {text}; {remedy}")
         try:
             return response.json()
@@ -100,17 +93,3 @@ class CompletionsClient:
             raise ServerLostError(
                 f"request {index}: the response of the server at {base_url} is not JSON: {text[:200]!r}"
             ) from error
-
-
-def read_server_key(api_key_env: str | None, section: str) -> str | None:
-    """Return the key of a server; None if it needs none.
-
-    Raises:
-        ValueError: if the environment variable is not set, or holds no key; names the setting.
-    """
-    if api_key_env is None:
-        return None
-    try:
-        return read_api_key(api_key_env)
-    except ValueError as error:
-        raise ValueError(f"{section}.api_key_env: {error}") from None

@@ -81,14 +81,20 @@ def read_completion(
     Raises:
         SamplerError: if a field is missing or invalid.
     """
-    choice = _only_choice(response, index)
+    [choice] = _choices(response, index, 1)
     prompt = choice.get("prompt_token_ids")
     if prompt is not None and prompt != list(request.prompt_tokens):
         raise SamplerError(
             f"request {index}: the server read the prompt as {_shown(prompt)}, but the request has "
             f"{_shown(list(request.prompt_tokens))}; it must use token ids unchanged"
         )
-    tokens = _token_ids(choice, index, len(stops.classes))
+    tokens, vocab_size = _token_ids(choice, "token_ids", index), len(stops.classes)
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise SamplerError(
+                f"request {index}: the server returned token {_shown(token)}, which is not in the model's vocabulary "
+                f"of {vocab_size}; configure it to serve this run's model"
+            )
     logprobs = _token_logprobs(choice, index, len(tokens))
     end = stops.first_end(tokens)
     if end is not None and end < len(tokens) and tokens[end - 1] in stop_token_ids:
@@ -106,8 +112,7 @@ def read_completion(
             f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, stop, "
             "ignore_eos and max_tokens, return the stop token, and add no other ones (vLLM: --generation-config vllm)"
         )
-    kept = tuple([min(value, 0.0) for value in logprobs[:end]])
-    return Generation(tuple(tokens[:end]), kept, reason, version, version)
+    return Generation(tuple(tokens[:end]), tuple(logprobs[:end]), reason, version, version)
 
 
 def most_likely_logprob(response: object, index: int) -> float | None:
@@ -117,8 +122,8 @@ def most_likely_logprob(response: object, index: int) -> float | None:
         response: the server's response, parsed.
         index: index of the request, for error messages.
     """
-    logprobs = _only_choice(response, index).get("logprobs")
-    listed = logprobs.get("top_logprobs") if isinstance(logprobs, Mapping) else None
+    [choice] = _choices(response, index, 1)
+    listed = _logprobs_field(choice, "top_logprobs")
     if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping):
         return None
     return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
@@ -156,60 +161,47 @@ def read_echo(response: object, index: int, count: int) -> list[tuple[list[int],
     Raises:
         SamplerError: if a field is missing or invalid.
     """
-    choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(choices, list) or len(choices) != count or not all(isinstance(c, Mapping) for c in choices):
-        raise SamplerError(
-            f"request {index}: the server returned {_shown(response)}, which is not one completion for each of the "
-            f"{count} prompts; it must honour echo with max_tokens: 0"
-        )
+    choices = _choices(response, index, count)
     if [choice.get("index") for choice in choices] != list(range(count)):
         raise SamplerError(f"request {index}: the completions of the server are not in the order of the prompts")
     read = []
     for choice in choices:
-        tokens = choice.get("prompt_token_ids")
-        if not isinstance(tokens, list):
-            raise SamplerError(
-                f"request {index}: prompt_token_ids is {_shown(tokens)} in the server's response; it must honour "
-                "return_token_ids, as recent versions of vLLM do"
-            )
-        fields = choice.get("logprobs")
-        listed = fields.get("token_logprobs") if isinstance(fields, Mapping) else None
-        # The first one, null, stands for no prediction.
-        rest = {"logprobs": {"token_logprobs": listed[1:] if isinstance(listed, list) else listed}}
-        values = _token_logprobs(rest, index, len(tokens) - 1)
-        read.append((tokens, [0.0, *(min(value, 0.0) for value in values)]))
+        tokens = _token_ids(choice, "prompt_token_ids", index)
+        read.append((tokens, [0.0, *_token_logprobs(choice, index, len(tokens) - 1, skipped=1)]))
     return read
 
 
-def _only_choice(response: object, index: int) -> Mapping[str, Any]:
+def _choices(response: object, index: int, count: int) -> list[Mapping[str, Any]]:
+    """Return the completions of a response, which must be as many as the prompts of its request."""
     choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+    if not isinstance(choices, list) or len(choices) != count or not all(isinstance(c, Mapping) for c in choices):
+        wanted = "one completion" if count == 1 else f"one completion for each of the {count} prompts"
         raise SamplerError(
-            f"request {index}: the server returned {_shown(response)}, which is not one completion; sampler.base_url "
-            "must be the address of a completions API, such as http://localhost:8000/v1"
+            f"request {index}: the server returned {_shown(response)}, which is not {wanted}; base_url must be the "
+            "address of a completions API, such as http://localhost:8000/v1"
         )
-    return choices[0]
+    return choices
 
 
-def _token_ids(choice: Mapping[str, Any], index: int, vocab_size: int) -> list[int]:
-    tokens = choice.get("token_ids")
+def _token_ids(choice: Mapping[str, Any], name: str, index: int) -> list[Any]:
+    tokens = choice.get(name)
     if not isinstance(tokens, list):
         raise SamplerError(
-            f"request {index}: token_ids is {_shown(tokens)} in the server's response; it must honour "
-            "return_token_ids, as recent versions of vLLM do"
+            f"request {index}: {name} is {_shown(tokens)} in the server's response; it must honour return_token_ids, "
+            "as recent versions of vLLM do"
         )
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise SamplerError(
-                f"request {index}: the server returned token {_shown(token)}, which is not in the model's vocabulary "
-                f"of {vocab_size}; configure it to serve this run's model"
-            )
     return tokens
 
 
-def _token_logprobs(choice: Mapping[str, Any], index: int, length: int) -> list[float]:
+def _logprobs_field(choice: Mapping[str, Any], name: str) -> Any:
     fields = choice.get("logprobs")
-    logprobs = fields.get("token_logprobs") if isinstance(fields, Mapping) else None
+    return fields.get(name) if isinstance(fields, Mapping) else None
+
+
+def _token_logprobs(choice: Mapping[str, Any], index: int, length: int, skipped: int = 0) -> list[float]:
+    """Return the log-probabilities of tokens after the first `skipped`, which have none."""
+    logprobs = _logprobs_field(choice, "token_logprobs")
+    logprobs = logprobs[skipped:] if isinstance(logprobs, list) else logprobs
     if not isinstance(logprobs, list) or len(logprobs) != length:
         raise SamplerError(
             f"request {index}: logprobs.token_logprobs is {_shown(logprobs)} in the server's response; it must honour "
@@ -221,7 +213,7 @@ def _token_logprobs(choice: Mapping[str, Any], index: int, length: int) -> list[
                 f"request {index}: the server returned log-probability {_shown(value)}; it must be finite and at most "
                 "0. Check the weights for NaN"
             )
-    return [float(value) for value in logprobs]
+    return [min(float(value), 0.0) for value in logprobs]
 
 
 def _is_logprob(value: object) -> bool:

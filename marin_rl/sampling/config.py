@@ -4,14 +4,14 @@
 """Configuration of sampling and of the sampler."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import draccus
 from annotated_types import Ge, Gt
 
 from marin_rl.utils.retry import RetryConfig
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
-from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH, check_address
+from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH, check_address, read_api_key
 
 MIN_TEMPERATURE = 1e-30
 """Lowest temperature above 0; logits divided by a lower one may exceed the range of float32."""
@@ -101,27 +101,48 @@ class ReloadConfig(ConfigSection):
             raise ValueError("sampler.reload.folder is empty; name a folder that the engine can read")
 
 
-@SamplerConfig.register_subclass("openai")
 @dataclasses.dataclass(frozen=True)
-class OpenAiSamplerConfig(SamplerConfig):
-    """A server with OpenAI's completions protocol that returns token ids and log-probs, such as vLLM."""
+class AbstractServerConfig(ConfigSection):
+    """A server with OpenAI's completions protocol."""
+
+    section: ClassVar[str]
+    """Name of the section, for error messages."""
 
     base_url: str
     """Address of the server without `/completions`, such as `http://localhost:8000/v1`."""
     model: str
     """Name of the model on the server."""
-    reload: ReloadConfig
-    """How the server loads new weights."""
     api_key_env: str | None = None
     """Environment variable with the API key, sent as a bearer token; null for a server without keys."""
     timeout: Annotated[float, Gt(0)] = 600.0
-    """Seconds without data from the server before a request fails. It must exceed the time of the longest
-    generation."""
+    """Seconds without data from the server before a request fails. It must exceed the time of the longest answer."""
     retry: RetryConfig = RetryConfig()
     """Retries when the server does not respond, or responds that it is temporarily unavailable."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_address("sampler.base_url", self.base_url, "sampler.api_key_env")
+        check_address(f"{self.section}.base_url", self.base_url, f"{self.section}.api_key_env")
         if not self.model:
-            raise ValueError("sampler.model is empty; give the name of the model on the server")
+            raise ValueError(f"{self.section}.model is empty; give the name of the model on the server")
+
+    def read_key(self) -> str | None:
+        """Return the API key; None if the server needs none.
+
+        Raises:
+            ValueError: if the environment variable is not set, or holds no key; names the setting.
+        """
+        try:
+            return None if self.api_key_env is None else read_api_key(self.api_key_env)
+        except ValueError as error:
+            raise ValueError(f"{self.section}.api_key_env: {error}") from None
+
+
+@SamplerConfig.register_subclass("openai")
+@dataclasses.dataclass(frozen=True)
+class OpenAiSamplerConfig(AbstractServerConfig, SamplerConfig):
+    """A server with OpenAI's completions protocol that returns token ids and log-probs, such as vLLM."""
+
+    section: ClassVar[str] = "sampler"
+
+    reload: ReloadConfig = dataclasses.field(kw_only=True)
+    """How the server loads new weights."""

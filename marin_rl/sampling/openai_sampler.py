@@ -79,9 +79,7 @@ class OpenAiSampler(Sampler):
         self._stops = stop_table(vocab_size, self._stop_ids, config.stop, token_bytes)
         self._max_context = max_context
         self._vocab_size = vocab_size
-        self._http = CompletionsClient(
-            "sampler", server.base_url, api_key_env=server.api_key_env, timeout=server.timeout, retry=server.retry
-        )
+        self._http = CompletionsClient(server)
         self._count = 0
         self._runner: asyncio.Runner | None = None
         self._tasks: dict[asyncio.Task[Generation], int] = {}

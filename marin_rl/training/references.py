@@ -32,7 +32,7 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
-from marin_rl.sampling.client import CompletionsClient, read_server_key
+from marin_rl.sampling.client import CompletionsClient
 from marin_rl.sampling.prompt_logprobs import PromptScorer
 from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens
 from marin_rl.training.batch_builder import ScoreReference, StepToScore
@@ -177,12 +177,9 @@ def _check_teacher(own: RunParts, model: LmHeadModel, path: str, layout: RowLayo
 
 def _open_server(parts: RunParts, server: ServerReferenceConfig) -> ScoreReference:
     """Connect to a server, which the main process asks."""
-    client = CompletionsClient(
-        "reference", server.base_url, api_key_env=server.api_key_env, timeout=server.timeout, retry=server.retry
-    )
-    scorer = PromptScorer(client, server.model)
-    length = parts.config.rollouts.max_length
-    multihost.on_main(lambda: scorer.check_tokenizer(parts.tokenizer.tokenizer, length))
+    scorer = PromptScorer(CompletionsClient(server), server.model)
+    tokenizer, length = parts.tokenizer.tokenizer, parts.config.rollouts.max_length
+    multihost.on_main(lambda: scorer.check_tokenizer(tokenizer, length))
 
     def score(step: StepToScore) -> np.ndarray:
         batch = step.batch
@@ -270,7 +267,7 @@ def check_reference(parts: RunParts) -> str:
                 size = teacher_spec(parts, part.path).num_parameters
                 found[f"{part.path}, {size:,} parameters in {np.dtype(parts.trainer.mp.compute_dtype).name}"] = None
             case ServerReferenceConfig():
-                read_server_key(part.api_key_env, "reference")
+                part.read_key()
                 found[f"{part.model} on the server {part.base_url}"] = None
             case PolicyReferenceConfig(weights=PolicyWeights.LIVE):
                 found["the policy itself"] = None

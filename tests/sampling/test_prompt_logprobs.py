@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.sampling.client import CompletionsClient, ServerLostError
 from marin_rl.sampling.prompt_logprobs import MAX_TOKENS, PromptScorer, divide
 from marin_rl.sampling.sampler import SamplerError
@@ -132,8 +133,7 @@ def test_another_tokenizer_is_refused():
 
 def test_a_dead_server_is_named():
     base_url = f"http://127.0.0.1:{free_port()}/v1"
-    client = CompletionsClient(
-        "reference", base_url, api_key_env=None, timeout=5.0, retry=RetryConfig(give_up_seconds=0.0)
-    )
+    server = ServerReferenceConfig(base_url, "teacher", timeout=5.0, retry=RetryConfig(give_up_seconds=0.0))
+    client = CompletionsClient(server)
     with pytest.raises(ServerLostError, match=rf"{base_url} does not respond .*check reference\.base_url"):
         PromptScorer(client, "teacher").score([[1, 2]])

@@ -204,7 +204,7 @@ def test_a_run_can_sample_from_the_server(
     piece = TokenPieces(TOKENIZER.tokenizer).in_text
     reload = ReloadConfig(folder="weights", path="reload.py", function="reload")
     config = OpenAiSamplerConfig(
-        f"{server.url}/v1", "policy", reload, "POLICY_KEY", retry=RetryConfig(give_up_seconds=0.0)
+        f"{server.url}/v1", "policy", "POLICY_KEY", reload=reload, retry=RetryConfig(give_up_seconds=0.0)
     )
     client = OpenAiSampler(
         config,

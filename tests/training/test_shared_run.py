@@ -40,7 +40,9 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_that_processes_cannot_share_are_rejected(two_processes: None, monkeypatch: pytest.MonkeyPatch):
-    server = OpenAiSamplerConfig("http://127.0.0.1:8000/v1", "policy", ReloadConfig("weights", "reload.py", "load"))
+    server = OpenAiSamplerConfig(
+        "http://127.0.0.1:8000/v1", "policy", reload=ReloadConfig("weights", "reload.py", "load")
+    )
     with pytest.raises(ValueError, match=r"sampler is openai and mode is sync, but training runs in 2 .*; set mode: a"):
         check_shared_sampling(server, [])
     reward = FunctionRewardConfig("rewards.py", "rank", scope=RewardScope.BATCH)
