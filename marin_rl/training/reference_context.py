@@ -18,6 +18,9 @@ from marin_rl.types import Message, Rollout, Task
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.seeds import derive_seed
 
+CHECKED_TASKS = 100
+"""Number of training tasks whose context is measured before the first step."""
+
 ContextPrompt = Callable[[Rollout], tuple[int, ...]]
 """Returns the tokens of the prompt, with more context, behind which a rollout is scored."""
 
@@ -27,7 +30,8 @@ class ContextPrompts:
     """Builds the prompts with context of a run's rollouts.
 
     Raises:
-        UserError: if an environment has too few worked answers.
+        UserError: if an environment has too few worked answers, or the context of one of the first tasks has too many
+            tokens.
     """
 
     context: ContextConfig
@@ -38,16 +42,21 @@ class ContextPrompts:
     """Chat tokenizer of the policy."""
     seed: int
     """Seed of the run, which determines the demonstrations of each task."""
+    only: str | None = None
+    """Name of the environment whose rollouts have this context; None for all."""
 
     def __post_init__(self) -> None:
         count, worked = self.context.demonstrations, self.worked_tasks
-        for name in dict.fromkeys(task.environment for task in self.environment.tasks(Split.TRAIN)) if count else ():
+        tasks = [task for task in self.environment.tasks(Split.TRAIN) if self.only in (None, task.environment)]
+        for name in dict.fromkeys(task.environment for task in tasks) if count else ():
             if (found := len(worked.get(name, ()))) <= count:
                 raise UserError(
                     f"reference.context.demonstrations is {count}, but only {found} training tasks of the environment "
                     f"{name!r} have a worked answer, and a task needs those of others; add worked answers "
                     "(rows.worked_answer), or use reference.context.answer"
                 )
+        for task in tasks[:CHECKED_TASKS]:
+            self._prompt(task, self.tokenizer.prompt_tokens(task.messages), "")
 
     @functools.cached_property
     def worked_tasks(self) -> dict[str, list[Task]]:
@@ -64,7 +73,11 @@ class ContextPrompts:
         Raises:
             UserError: if it has too many tokens, or the task has no answer; names the task.
         """
-        task, context = rollout.task, self.context
+        return self._prompt(rollout.task, rollout.turns[0].observation_tokens, feedback(rollout))
+
+    def _prompt(self, task: Task, plain: Sequence[int], shown: str) -> tuple[int, ...]:
+        """Return the tokens of the prompt of a task, given those of the prompt without context."""
+        context = self.context
         where = f"task {task.id!r} of environment {task.environment!r}"
         texts = [task.messages[-1]["content"]]
         if context.answer:
@@ -72,15 +85,15 @@ class ContextPrompts:
                 raise UserError(f"{where} has no answer; set reference.context.answer: false")
             texts.append(f"The right answer is:\n{answer}")
         if context.feedback:
-            texts.append(f"Feedback on a reply:\n{feedback(rollout)}")
+            texts.append(f"Feedback on a reply:\n{shown}")
         question: Message = {**task.messages[-1], "content": "\n\n".join(texts)}
         first = [*itertools.takewhile(lambda message: message["role"] == "system", task.messages[:-1])]
         rest = [*task.messages[len(first) : -1], question]
         prompt = self.tokenizer.prompt_tokens([*first, *self._demonstrations(task), *rest])
-        if (more := len(prompt) - len(rollout.turns[0].observation_tokens)) > context.max_tokens:
+        if (more := len(prompt) - len(plain)) > context.max_tokens:
             raise UserError(
                 f"{where}: its context for the reference has {more} tokens, but reference.context.max_tokens allows "
-                f"{context.max_tokens}; raise it, or use fewer demonstrations"
+                f"{context.max_tokens}; raise it{', or use fewer demonstrations' if context.demonstrations else ''}"
             )
         return prompt
 

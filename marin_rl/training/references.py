@@ -109,7 +109,8 @@ class References:
             model = parts.trainer.mp.cast_to_compute(parts.assemble(self._initial()))
         return parts.make_learner(parts.layout, parts.base, model)
 
-    def _open(self, reference: ReferenceConfig) -> ScoreReference:
+    def _open(self, reference: ReferenceConfig, environment: str | None = None) -> ScoreReference:
+        """Open a reference for the rollouts of an environment, or for all."""
         parts = self._parts
         match reference:
             case InitialReferenceConfig():
@@ -119,19 +120,19 @@ class References:
             case ServerReferenceConfig():
                 return _open_server(parts, reference)
             case PolicyReferenceConfig():
-                return self._open_policy(reference)
+                return self._open_policy(reference, environment)
             case ReferencesByEnvironmentConfig():
                 check_environments(parts, reference)
-                opened = {name: self._open(part) for name, part in reference.references.items()}
+                opened = {name: self._open(part, name) for name, part in reference.references.items()}
                 return functools.partial(_score_by_environment, opened)
         raise TypeError(f"no reference {reference!r}")
 
-    def _open_policy(self, reference: PolicyReferenceConfig) -> ScoreReference:
+    def _open_policy(self, reference: PolicyReferenceConfig, environment: str | None) -> ScoreReference:
         """Open the policy, in rows with room for its context."""
         parts, context, prompts = self._parts, reference.context, None
         own, config = parts, parts.config
         if context is not None:
-            prompts = ContextPrompts(context, parts.environment, parts.tokenizer, config.seed)
+            prompts = ContextPrompts(context, parts.environment, parts.tokenizer, config.seed, environment)
             longest = config.rollouts.max_length + context.max_tokens
             rollouts = dataclasses.replace(config.rollouts, max_length=longest, row_length=None)
             longer = dataclasses.replace(config, rollouts=rollouts, reference=InitialReferenceConfig())
@@ -257,11 +258,13 @@ def check_reference(parts: RunParts) -> str:
     if not config.loads_reference:
         return "not loaded, the KL coefficient is 0"
     copied = ", a second copy" if config.lora is None else ", its adapter alone"
+    by_name: dict[str | None, ReferenceConfig] = {None: config.reference}
     if isinstance(config.reference, ReferencesByEnvironmentConfig):
         check_environments(parts, config.reference)
-    for part in config.reference.parts:
+        by_name = {**config.reference.references}
+    for name, part in by_name.items():
         if isinstance(part, PolicyReferenceConfig) and part.context is not None:
-            ContextPrompts(part.context, parts.environment, parts.tokenizer, config.seed)
+            ContextPrompts(part.context, parts.environment, parts.tokenizer, config.seed, name)
         match part:
             case CheckpointReferenceConfig():
                 size = teacher_spec(parts, part.path).num_parameters
@@ -301,7 +304,7 @@ def check_tokenizer(policy: str | None, path: str) -> None:
 
 
 def check_environments(parts: RunParts, reference: ReferencesByEnvironmentConfig) -> None:
-    """Check that every environment has a reference.
+    """Check that every environment has a reference, and every reference an environment.
 
     Raises:
         UserError: if one has none; names it.
@@ -311,4 +314,9 @@ def check_environments(parts: RunParts, reference: ReferencesByEnvironmentConfig
         raise UserError(
             f"reference.references has no entry for the environment {missing[0]!r}, only for "
             f"{', '.join(map(repr, reference.references))}; add it"
+        )
+    if unknown := [name for name in reference.references if name not in names]:
+        raise UserError(
+            f"reference.references has an entry for {unknown[0]!r}, but the training tasks are those of the "
+            f"environments {', '.join(map(repr, names))}; correct the name, or remove it"
         )

@@ -116,7 +116,12 @@ def test_a_long_context_is_an_error_that_names_the_task():
     with pytest.raises(
         UserError, match=rf"^task '{TASK.id}' of environment 'arithmetic': its context .* allows 5; raise"
     ):
-        prompts(demonstrations=2, max_tokens=5)(rollout())
+        prompts(demonstrations=2, max_tokens=5)
+    # The feedback is not known before the rollout.
+    measured = prompts(feedback=True, max_tokens=40)
+    assert len(measured(rollout())) <= len(TOKENIZER.prompt_tokens(TASK.messages)) + 40
+    with pytest.raises(UserError, match=r"max_tokens allows 40; raise it$"):
+        measured(rollout(info={"reason": "much longer than the rest of the context"}))
 
 
 def test_a_sequence_that_does_not_begin_with_the_prompt_is_refused():

@@ -39,7 +39,7 @@ from marin_rl.types import RolloutGroup
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.timing import PhaseTimer
 from tests.serving.serving_cases import TOKENIZER, serving, tiny_sampler
-from tests.tiny_run import TinyRun, interrupted_after, outcome
+from tests.tiny_run import PROBLEMS, TINY, TinyRun, interrupted_after, outcome
 from tests.training.reopened_run import config_of, reopen
 
 GROUPS = make_groups(FakeShape((3, 5), (1, 6), 1), 2, 4, 264, 0)
@@ -157,10 +157,24 @@ def test_a_teacher_of_another_size_is_run_in_the_updates(finished_run: TinyRun, 
         References(RunParts(run.config, run.learner.trainer), lambda: run.trainer_state.model).open_learner(size + 1)
 
 
+def two_environments(folder: Path) -> dict[str, Any]:
+    """A mixture of the environments `ones` and `fake`."""
+    parts = []
+    for name, sign in (("ones", "x"), ("fake", "y")):
+        problems = [problem | {"prompt": problem["prompt"].replace("x", sign)} for problem in PROBLEMS]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+        own = TINY["environment"] | {"name": name, "path": str(folder / f"{name}.jsonl")}
+        parts.append({"environment": own})
+    return {"type": "mixture", "parts": parts}
+
+
 @pytest.mark.medium
-def test_each_environment_has_its_teacher(finished_run: TinyRun, teacher: Any):
+def test_each_environment_has_its_teacher(
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], teacher: Any, tmp_path: Path
+):
     references = {"ones": InitialReferenceConfig(), "fake": CheckpointReferenceConfig(str(teacher[0]))}
-    run = distilled(finished_run, ReferencesByEnvironmentConfig(references))
+    mixture = config_of_file(new_run(environment=two_environments(tmp_path))).environment
+    run = distilled(finished_run, ReferencesByEnvironmentConfig(references), environment=mixture)
     assert run.checkpoints.keep_first
     checkpoint = run.checkpoints.open(0)
     first = RunParts(run.config, run.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
@@ -169,7 +183,9 @@ def test_each_environment_has_its_teacher(finished_run: TinyRun, teacher: Any):
     np.testing.assert_allclose(found, np.where(of_initial, logprobs(first), logprobs(teacher[1])), atol=1e-5)
     missing = ReferencesByEnvironmentConfig({"fake": references["fake"]})
     with pytest.raises(UserError, match="no entry for the environment 'ones', only for 'fake'; add it"):
-        distilled(finished_run, missing)
+        distilled(finished_run, missing, environment=mixture)
+    with pytest.raises(UserError, match=r"an entry for 'fake', but the training tasks are those of .* 'ones'; correct"):
+        distilled(finished_run, ReferencesByEnvironmentConfig(references))
 
 
 @pytest.mark.medium
@@ -263,6 +279,8 @@ def test_a_dry_run_finds_a_wrong_reference(
         ({"type": "checkpoint", "path": str(folder)}, "differs from the policy's in 2 tokens"),
         ({"type": "by_environment", "references": parts}, "no entry for the environment 'ones'"),
         ({"type": "policy", "context": {"demonstrations": 99, "max_tokens": 4}}, "a task needs those of others"),
+        ({"type": "policy", "context": {"answer": True, "max_tokens": 4}}, "max_tokens allows 4; raise it"),
+        ({"type": "policy", "context": {"answer": True, "max_tokens": 5}}, "model's context has 16 tokens"),
     ):
         run = new_run(reference=reference, distillation={})
         assert run.train("--dry_run") == 1
@@ -358,10 +376,11 @@ def test_the_average_of_the_weights_teaches_and_resumes_bit_for_bit(new_run: Cal
 
 @pytest.mark.medium
 def test_an_adapter_learns_from_its_average_and_from_a_whole_teacher(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun], teacher: Any
+    finished_run: TinyRun, new_run: Callable[..., TinyRun], teacher: Any, tmp_path: Path
 ):
     parts = {"ones": {"type": "policy", "weights": "average"}, "fake": {"type": "checkpoint", "path": str(teacher[0])}}
     run = new_run(
+        environment=two_environments(tmp_path),
         initialize_from=str(finished_run.path),
         lora={"rank": 2},
         reference={"type": "by_environment", "references": parts},
