@@ -62,12 +62,7 @@ class RlLoss:
     """λ, the weight of the cross-entropy."""
 
     def __call__(
-        self,
-        model: Any,
-        batch: RlExample,
-        frozen: Frozen | None = None,
-        *,
-        key: jax.Array | None = None,
+        self, model: Any, batch: RlExample, frozen: Frozen | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
         """Compute loss and metrics of one microbatch.
 
@@ -75,7 +70,6 @@ class RlLoss:
             model: the trained weights, in compute precision.
             batch: the rows of this microbatch.
             frozen: the base of trained adapters, and the teacher of the stream `ref_kl`.
-            key: unused; the forward pass is deterministic, like the sampler's.
 
         Returns:
             The microbatch's part of the loss, and metrics with their reductions.

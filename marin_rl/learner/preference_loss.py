@@ -37,7 +37,7 @@ class PreferenceLoss:
     """Tokens per device with logits in memory at the same time."""
 
     def __call__(
-        self, model: Any, batch: RlExample, frozen: Frozen | None = None, *, key: jax.Array | None = None
+        self, model: Any, batch: RlExample, frozen: Frozen | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
         """Compute loss and metrics of one microbatch.
 
@@ -45,7 +45,6 @@ class PreferenceLoss:
             model: the trained weights, in compute precision.
             batch: the rows of this microbatch, with all tokens of each of its pairs.
             frozen: the base of trained adapters.
-            key: unused; the forward pass is deterministic.
 
         Returns:
             The microbatch's part of the loss, and metrics with their reductions, all means over pairs.

@@ -183,10 +183,6 @@ class Checkpoints:
         self._job.flush()
         return open_checkpoint(self._path(step))
 
-    def newest_good(self) -> Checkpoint | None:
-        """Open the newest checkpoint that is complete; see `restore_newest`, which also reads its arrays."""
-        return self.restore_newest(lambda checkpoint: checkpoint)
-
     def restore_newest(self, load: Callable[[Checkpoint], T]) -> T | None:
         """Load the newest checkpoint; skip damaged ones with a warning that names the damage. Collective.
 

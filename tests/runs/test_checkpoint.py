@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def newest(checkpoints: Checkpoints) -> Checkpoint:
-    found = checkpoints.newest_good()
+    found = checkpoints.restore_newest(lambda checkpoint: checkpoint)
     assert found is not None
     return found
 
@@ -121,7 +121,7 @@ def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, t
 )
 def test_retention(small_state, tmp_path: Path, config: CheckpointConfig, keep_first: bool, kept: list[int]) -> None:
     checkpoints = Checkpoints(tmp_path, config, keep_first=keep_first)
-    assert checkpoints.newest_good() is None
+    assert checkpoints.restore_newest(lambda checkpoint: checkpoint) is None
     for step in range(8):
         save(checkpoints, small_state, step, {})
         assert step in checkpoints.steps()
@@ -371,7 +371,7 @@ def test_a_failure_of_one_process_is_raised_in_all(
 def test_another_format_is_not_damage(saved: Checkpoints) -> None:
     edit(saved.folder / "step-00000002", "manifest.json", resealed(lambda manifest: manifest.update(format=99)))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 4: another version") as caught:
-        saved.newest_good()
+        saved.restore_newest(lambda checkpoint: checkpoint)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
