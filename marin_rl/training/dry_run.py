@@ -5,9 +5,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -270,14 +269,9 @@ def _check_environment(found: DryRun, parts: RunParts, vocab_size: int | None) -
         runner = found.attempt(parts.make_runner, sampler, vocab_size, rewards or RewardFunctions())
         if runner is None:
             return
-        counts = {Split.HELD_OUT: config.evaluation.tasks}
-        if config.warm_start.max_steps:
-            counts[Split.VALIDATION] = config.warm_start.check_tasks
-        _check_prompts(found, runner, counts, functools.partial(describe_run, parts, vocab_size))
+        _check_prompts(found, parts, runner, vocab_size)
         if rewards is not None:
-            found.attempt(
-                _check_rewards, found, runner, sampler, config.environment, config.sampling.max_new_tokens, config.seed
-            )
+            found.attempt(_check_rewards, found, config, runner, sampler)
 
 
 def _count_tasks(environment: AbstractEnvironment) -> int:
@@ -296,29 +290,20 @@ def _without_warnings() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check_prompts(
-    found: DryRun,
-    runner: RolloutRunner,
-    counts: Mapping[Split, int],
-    describe_sizes: Callable[..., list[tuple[str, str]]],
-) -> None:
-    """Tokenize the prompts and worked answers that the run uses; report their numbers and the sizes of the run.
-
-    Args:
-        found: the results.
-        runner: environment, tokenizer and limits.
-        counts: number of tasks of each environment, for each split with measurements; validation is that of a warm
-            start.
-        describe_sizes: describes the sizes of the run.
-    """
-    environment = runner.environment
+def _check_prompts(found: DryRun, parts: RunParts, runner: RolloutRunner, vocab_size: int) -> None:
+    """Tokenize the prompts and worked answers that the run uses; report their numbers and the sizes of the run."""
+    warm_up, environment = parts.config.warm_start, runner.environment
     train = environment.tasks(Split.TRAIN)
     used: dict[Split, Sequence[Task]] = {Split.TRAIN: train}
+    counts = {Split.HELD_OUT: parts.config.evaluation.tasks}
+    if warm_up.max_steps:
+        counts[Split.VALIDATION] = warm_up.check_tasks
     with notice_if_long(found.report, "tokenizing all prompts ..."):
         for split, count in counts.items():
             tasks = environment.tasks(split) if count else ()
             used[split] = found.attempt(evaluation.first_of_each, tasks, count, runner) or ()
-        for name, value in describe_sizes(train_tasks=len(train), held_out_tasks=len(used[Split.HELD_OUT])):
+        held_out = len(used[Split.HELD_OUT])
+        for name, value in describe_run(parts, vocab_size, train_tasks=len(train), held_out_tasks=held_out):
             found.line(name, value)
         for split, tasks in used.items():
             if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
@@ -402,17 +387,10 @@ def _explained(what: str) -> Iterator[None]:
         raise UserFileError(f"{what} {describe(error)}") from error
 
 
-def _check_rewards(
-    found: DryRun,
-    runner: RolloutRunner,
-    sampler: FixedReplies,
-    section: EnvironmentConfig,
-    max_new_tokens: int,
-    seed: int,
-) -> None:
+def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sampler: FixedReplies) -> None:
     """Score garbage and right replies, and report the rewards."""
     count = TRIAL_TASKS if runner.limits.max_turns == 1 else 1
-    agents = agent_environments(section, runner.environment)
+    agents = agent_environments(config.environment, runner.environment)
     fitting: dict[str, list[Task]] = {}
     for task in runner.environment.tasks(Split.TRAIN):
         of_environment = fitting.setdefault(task.environment, [])
@@ -420,11 +398,11 @@ def _check_rewards(
             of_environment.append(task)
     tasks = [task for of_environment in fitting.values() for task in of_environment]
     with notice_if_long(found.report, "scoring trial rollouts ..."):
-        trials = try_replies(runner, sampler, tasks, seed)
+        trials = try_replies(runner, sampler, tasks, config.seed)
     for name in (name for name, of_environment in fitting.items() if of_environment):
         of_environment = [of_task for of_task in trials if of_task[0].rollout.task.environment == name]
         found.report(describe_trials(of_environment[0]))
-        found.warnings += trial_warnings(section, max_new_tokens, of_environment)
+        found.warnings += trial_warnings(config.environment, config.sampling.max_new_tokens, of_environment)
 
 
 def _fits(task: Task, runner: RolloutRunner) -> bool:
