@@ -33,7 +33,7 @@ from experiments.benchmarks.measurement import (
     timed,
     without_compilation_cache,
 )
-from marin_rl.learner.blocks import head_tokens
+from marin_rl.learner.blocks import SMALL_BLOCKS
 from marin_rl.learner.logprobs import blockwise_logprobs
 
 LogprobFunction = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
@@ -170,6 +170,12 @@ def measure_loss_shares(
     temporaries = {name: program_bytes(program)["temporaries"] for name, program in programs.items()}
     say(f"temporary bytes: {temporaries}")
     return {"block_size": block_size, "temporary_bytes": temporaries, "by_share": by_share}
+
+
+def head_tokens(tokens: int, block_size: int) -> int:
+    """Return the number of tokens for which the head computes logits: those of `tokens` in blocks, with padding."""
+    whole, small = tokens // block_size, max(block_size // SMALL_BLOCKS, 1)
+    return whole * block_size - (whole * block_size - tokens) // small * small
 
 
 def _compare(programs: Mapping[str, jax.stages.Compiled], inputs: tuple[Array, ...], repeats: int) -> dict[str, Any]:

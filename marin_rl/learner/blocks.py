@@ -8,7 +8,7 @@ The positions of each device that are on the mask are gathered, and the head run
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,8 @@ def over_blocks(
     rest. Their number is computed at run time, so a new mask never triggers compilation.
     """
     fullest = jnp.max(jnp.sum(mask, axis=-1, dtype=jnp.int32))
-    whole, small, rest = _count_blocks(fullest, block_size)
+    whole, small = fullest // block_size, max(block_size // SMALL_BLOCKS, 1)
+    rest = (fullest - whole * block_size + small - 1) // small
 
     def run_at(start: Int32[Array, ""], size: int, carry: Carry) -> Carry:
         return run(Block(get_block(slots, start, size), start, size), carry)
@@ -142,22 +143,6 @@ def backpropagate(
     )
     of_activations, of_head = over_blocks(slots, mask, block_size, add, zeros)
     return scatter(of_activations, mask), jnp.sum(of_head, axis=0).astype(lm_head.dtype)
-
-
-def _count_blocks(tokens: Any, block_size: int) -> tuple[Any, int, Any]:
-    """Return the number of whole blocks of some tokens, the size of a small block, and their number."""
-    whole, small = tokens // block_size, max(block_size // SMALL_BLOCKS, 1)
-    return whole, small, (tokens - whole * block_size + small - 1) // small
-
-
-def head_tokens(tokens: int, block_size: int) -> int:
-    """Return the number of tokens for which the head computes logits: those of `tokens` in blocks, with padding.
-
-    >>> [head_tokens(tokens, 64) for tokens in (0, 1, 64, 100)]
-    [0, 8, 64, 104]
-    """
-    whole, small, rest = _count_blocks(tokens, block_size)
-    return whole * block_size + rest * small
 
 
 def masked_tokens(mask: Bool[Array, "shard token"], block_size: int) -> Int32[Array, "shard slot"]:

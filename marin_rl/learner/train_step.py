@@ -226,9 +226,10 @@ class Learner:
             The new state, which the next update may take at once, and the update's metrics.
         """
         with self._compiling():
+            batch = place_batch(stack_microbatches(microbatches, self._capacity), self.trainer, num_rows)
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
-            leaves, update = program(leaves, *self._place(microbatches, num_rows), self._frozen)
+            leaves, update = program(leaves, batch, np.int32(len(microbatches)), self._frozen)
         return _unflatten(constants, leaves), update
 
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
@@ -244,11 +245,6 @@ class Learner:
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
             return program.lower(leaves, batch, np.int32(len(microbatches)), self._frozen)
-
-    def _place(self, microbatches: Sequence[RlExample], num_rows: int | None) -> tuple[RlExample, np.int32]:
-        """Put the stacked microbatches on the devices; also return their number."""
-        stacked = stack_microbatches(microbatches, self._capacity)
-        return place_batch(stacked, self.trainer, num_rows), np.int32(len(microbatches))
 
     def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
         # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.

@@ -31,7 +31,6 @@ from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import placed_shape
 from marin_rl.model_parts import AbstractModelParts
-from marin_rl.models.hf_config import read_hf_config
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.attention import Tokens
@@ -42,7 +41,7 @@ from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.supervised_parts import SupervisedParts
-from marin_rl.training.references import find_teacher
+from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
 from marin_rl.utils.levanter_line import shard
 
@@ -112,8 +111,7 @@ class RunShapes:
         if not isinstance(config, TrainConfig) or not config.kl.needs_teacher:
             return None
         if isinstance(config.reference, CheckpointReferenceConfig):
-            own, folder = find_teacher(cast(RunParts, self.parts), config.reference.path)
-            policy = PolicySpec(own.model, read_hf_config(folder).vocab_size, own.trainer).policy
+            policy = teacher_spec(cast(RunParts, self.parts), config.reference.path).policy
         return self.place(eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, policy))
 
     def place(self, tree: Any) -> Any:

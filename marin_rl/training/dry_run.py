@@ -191,8 +191,8 @@ def dry_run_supervised(
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:
         spec = PolicySpec(config.model, vocab_size, config.trainer, lora=config.lora)
-        found.line("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}")
-        found.line("trained", _describe_trained(spec))
+        for name, value in _describe_policy(spec):
+            found.line(name, value)
         found.attempt(spec.check_adapter)
     noun = "pairs" if config.trains_on_pairs else "rows"
     found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} {noun}")
@@ -436,13 +436,15 @@ def _unchecked(parts: RunParts, state: _DirectoryState | None) -> list[str]:
     return unchecked
 
 
-def _describe_trained(spec: PolicySpec) -> str:
-    if spec.lora is None:
-        return "all parameters"
-    return (
-        f"an adapter of rank {spec.lora.rank}: {spec.num_trained:,} parameters, "
-        f"{spec.num_trained / spec.num_parameters:.2%} of the model's, of {', '.join(spec.lora.targets)}"
-    )
+def _describe_policy(spec: PolicySpec) -> list[tuple[str, str]]:
+    trained = "all parameters"
+    if spec.lora is not None:
+        share = spec.num_trained / spec.num_parameters
+        trained = (
+            f"an adapter of rank {spec.lora.rank}: {spec.num_trained:,} parameters, {share:.2%} of the model's, of "
+            f"{', '.join(spec.lora.targets)}"
+        )
+    return [("parameters", f"{spec.num_parameters:,}, vocabulary {spec.vocab_size:,}"), ("trained", trained)]
 
 
 def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out_tasks: int) -> list[tuple[str, str]]:
@@ -479,8 +481,7 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
     if config.critic is not None:
         critic = "one output on the policy's trunk" if config.critic.shared_trunk else "a separate trunk"
     return [
-        ("parameters", f"{spec.num_parameters:,}, vocabulary {vocab_size:,}"),
-        ("trained", _describe_trained(spec)),
+        *_describe_policy(spec),
         (
             "one step",
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} attempts = {per_step:,} rollouts",

@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jmp
 import numpy as np
-from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.reference_config import (
@@ -243,8 +243,7 @@ def find_teacher(parts: RunParts, path: str) -> tuple[RunParts, str]:
 def teacher_spec(parts: RunParts, path: str) -> PolicySpec:
     """Return the shapes of the weights of a teacher; the arguments and errors are those of `find_teacher`."""
     own, folder = find_teacher(parts, path)
-    config = own.config
-    return PolicySpec(cast(LmConfig, config.model), read_hf_config(folder).vocab_size, own.trainer)
+    return own.policy_spec(read_hf_config(folder).vocab_size)
 
 
 def check_reference(parts: RunParts) -> str:
