@@ -18,7 +18,8 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.learner.config import CriticConfig, LoraConfig
 from marin_rl.learner.critic import ActorCritic, with_critic
-from marin_rl.learner.train_step import Learner, placed_shape
+from marin_rl.learner.placement import placed_shape
+from marin_rl.learner.train_step import Learner
 from marin_rl.models.lora import Adapter, init_adapter
 from marin_rl.models.peft_format import check_peft_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint

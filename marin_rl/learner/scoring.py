@@ -19,13 +19,8 @@ from marin_rl.batching.rl_example import RlExample, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import entropy, is_most_likely, policy_activations, token_logprobs
-from marin_rl.learner.train_step import (
-    compiler_options,
-    place_batch,
-    placed_shape,
-    stack_microbatches,
-    take_microbatch,
-)
+from marin_rl.learner.placement import place_batch, placed_shape, stack_microbatches, take_microbatch
+from marin_rl.learner.train_step import compiler_options
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import own_rows
@@ -116,7 +111,7 @@ class Scorer:
         """Lower the program without compiling it, for analysis of its memory and cost.
 
         Args:
-            model: arrays, or shapes and shardings as from `train_step.placed_shape`.
+            model: arrays, or shapes and shardings as from `placement.placed_shape`.
             microbatches: the batch; only its shapes are used.
         """
         mesh, mapping = self._trainer.device_mesh, self._trainer.compute_axis_mapping

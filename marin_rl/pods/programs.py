@@ -28,8 +28,8 @@ from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import SftConfig, TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
+from marin_rl.learner.placement import placed_shape
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.learner.train_step import placed_shape
 from marin_rl.model_parts import AbstractModelParts
 from marin_rl.models.lora import Adapter
 from marin_rl.run_parts import RunParts

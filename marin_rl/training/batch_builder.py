@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32, Float64, Int64
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch

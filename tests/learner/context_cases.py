@@ -24,7 +24,7 @@ def main() -> None:
     from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner.attention_layers import with_attention_kernel
     from marin_rl.learner.loss import RlLoss
-    from marin_rl.learner.train_step import place
+    from marin_rl.learner.placement import place
     from marin_rl.objectives.kl import NoKlConfig
     from marin_rl.objectives.policy_loss import ReinforceLossConfig
     from marin_rl.sampling.config import SamplingConfig

@@ -85,7 +85,7 @@ def differences_of_shared_prompts() -> list[tuple[float, float]]:
     from marin_rl.batching.rollout_batch import join_batches
     from marin_rl.learner.attention_layers import with_attention_kernel
     from marin_rl.learner.logprobs import token_logprobs
-    from marin_rl.learner.train_step import place
+    from marin_rl.learner.placement import place
     from marin_rl.objectives.aggregation import TokenMeanConfig
     from marin_rl.utils.devices.setup import start_devices
     from tests import tiny_learner as tiny

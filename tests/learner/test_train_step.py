@@ -17,14 +17,13 @@ from levanter.layers.attention import AttentionMask
 from levanter.optim.config import OptimizerConfig
 
 from marin_rl.learner.loss import loss_metrics
+from marin_rl.learner.placement import stack_microbatches, take_microbatch
 from marin_rl.learner.train_step import (
     Learner,
     NonFiniteUpdateError,
     SkipState,
     compiler_options,
     skip_nonfinite_updates,
-    stack_microbatches,
-    take_microbatch,
 )
 from marin_rl.objectives.kl import KlEstimator
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS
