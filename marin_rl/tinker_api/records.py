@@ -1,0 +1,178 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the parts of the Tinker server exchange: data, requests, results, and the trainer that they reach."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+
+class RequestError(Exception):
+    """A request that cannot be served, by the fault of the client; the message names the value and the remedy."""
+
+
+class Datum(NamedTuple):
+    """One sequence of a `forward_backward` call."""
+
+    tokens: Int32[np.ndarray, " length"]
+    """Token ids that the model reads."""
+    inputs: Mapping[str, np.ndarray]
+    """Inputs of the loss by name: `target_tokens` int64, all others float32; `[length]`, or `[length, k]` for top-k
+    targets and their weights. Position `t` is the model's prediction after reading tokens `0..t`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardBackward:
+    """One chunk of a call of `forward_backward` or `forward`."""
+
+    model_id: str
+    seq_id: int
+    """Place in the order of the model's operations, from 1 on."""
+    data: tuple[Datum, ...]
+    loss_fn: str
+    """Name of the loss."""
+    config: Mapping[str, float]
+    """Settings of the loss, such as `clip_low_threshold`."""
+    forward_only: bool
+    """Whether no gradient is added."""
+
+
+class LossOutputs(NamedTuple):
+    """Result of a chunk."""
+
+    logprobs: list[np.ndarray]
+    """Per datum float32 log-probs of its `target_tokens`, in their shape."""
+    metrics: dict[str, float]
+    """By `name:reduction`, among them `loss:sum`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamParams:
+    """Settings of one step of AdamW."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    """Decoupled: the weights lose `learning_rate · weight_decay` of themselves."""
+    grad_clip_norm: float = 0.0
+    """Bound of the gradient's global L2 norm; at most 0 for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """What a training client asked for."""
+
+    lora_rank: int
+    """Rank of the adapter; 0 trains all weights."""
+    seed: int
+    """Seed of the adapter's matrices A."""
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleParams:
+    """One prompt to continue, or to score."""
+
+    prompt: tuple[int, ...]
+    num_samples: int
+    max_tokens: int | None
+    """Maximum number of new tokens; None for all that fit."""
+    seed: int
+    temperature: float
+    top_k: int
+    """-1 for all."""
+    top_p: float
+    stop: tuple[str, ...] | tuple[int, ...] | None
+    """Texts or token ids that end a sample, and remain in it; None for the tokenizer's end tokens."""
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+
+
+class Sample(NamedTuple):
+    """One continuation."""
+
+    tokens: tuple[int, ...]
+    """At least one, the one that ended it included."""
+    logprobs: tuple[float, ...]
+    stopped: bool
+    """Whether it ended by itself, and not by its length."""
+
+
+class SampleOutputs(NamedTuple):
+    """Result of a `SampleParams`."""
+
+    samples: list[Sample]
+    prompt_logprobs: Float32[np.ndarray, " length"] | None
+    """NaN for the first token; None if not asked for."""
+    topk: tuple[np.ndarray, np.ndarray] | None
+    """int32 ids and float32 log-probs, both `[length, k]`, of the likeliest tokens at every position of the prompt; the
+    first row is undefined."""
+
+
+class SampleJob(NamedTuple):
+    """A sampling request that waits for the trainer."""
+
+    key: str
+    """Names it in the results."""
+    params: SampleParams
+
+
+class SampleSource(Protocol):
+    """The requests that wait for one version of the weights, as the trainer sees them while it samples."""
+
+    def take(self) -> Sequence[SampleJob]:
+        """Return the requests that arrived since the last call; never waits."""
+        ...
+
+    def finish(self, key: str, result: SampleOutputs | RequestError) -> None:
+        """Answer a request."""
+        ...
+
+
+class Trainer(Protocol):
+    """The weights of one training client, and the samplers made from them. Used by one thread.
+
+    A folder is complete when the call that writes it returns. Any method may raise `RequestError`, which changes
+    nothing.
+    """
+
+    def create(self, spec: ModelSpec) -> None:
+        """Begin training: a new adapter, or the base weights, without gradient and moments. Replaces a former model."""
+        ...
+
+    def unload(self) -> None:
+        """Drop the trained weights."""
+        ...
+
+    def forward_backward(self, request: ForwardBackward) -> LossOutputs:
+        """Compute log-probs and loss; unless `forward_only`, add the gradient of the loss to the sum."""
+        ...
+
+    def optim_step(self, params: AdamParams) -> dict[str, float]:
+        """Apply the sum of the gradients and zero it; return metrics."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights, moments and the sum of the gradients."""
+        ...
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Read a folder of `save`; without `optimizer` with zero moments. `create` came before, with the same spec."""
+        ...
+
+    def save_sampler(self, folder: Path) -> None:
+        """Write the weights alone, for `sample`."""
+        ...
+
+    def sample(self, folder: Path | None, source: SampleSource) -> None:
+        """Answer requests to the weights in a folder of `save_sampler` or `save` (None: the base) until none waits."""
+        ...
