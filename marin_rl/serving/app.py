@@ -7,133 +7,28 @@ Its limits are those of the requests that are in progress together.
 """
 
 import asyncio
-import collections
-import contextlib
 import hmac
-import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Literal
 
 import prometheus_client as prometheus
-from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, error_response, json_response
+from marin_rl.serving.admission import MAX_BODIES, Admission, check_host, limited_app
+from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import Engine
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.utils.settings.fields import is_loopback
 
-Resource = Literal["requests", "sequences", "bytes of requests"]
-Admit = Callable[[Resource, int], None]
-"""Adds to a request's use of a resource, or raises `ApiError`; `request.state.admit` in endpoints."""
 ScorePrompts = Callable[[Sequence[tuple[int, ...]]], list[list[float]]]
 """Returns the log-probabilities of the tokens of each prompt after the first."""
-MAX_BODIES = 256
-"""Maximum size of the bodies of all requests in progress together, as a multiple of that of one."""
-_HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d+)?")
 _PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
-
-
-class Admission:
-    """Counts what requests in progress use, and refuses more than the limits.
-
-    >>> admission = Admission({"sequences": 2})
-    >>> with admission.request() as admit:
-    ...     admit("sequences", 2)
-    >>> admission.used["sequences"]
-    0
-    """
-
-    def __init__(self, limits: Mapping[Resource, int]) -> None:
-        """Start without requests.
-
-        Args:
-            limits: maximum of each resource; the others are unlimited.
-        """
-        self._limits = limits
-        self.used: collections.Counter[Resource] = collections.Counter()
-        """What all requests use."""
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[Admit]:
-        """Admit a request until the end of the block, which also releases what the request admits in addition.
-
-        Raises:
-            ApiError: if there are too many requests.
-        """
-        own: collections.Counter[Resource] = collections.Counter()
-
-        def admit(resource: Resource, number: int) -> None:
-            if resource in self._limits and (used := self.used[resource]) + number > self._limits[resource]:
-                raise ApiError(
-                    f"the server has {used} {resource} in progress or waiting, and accepts no more; retry later",
-                    status=HTTPStatus.TOO_MANY_REQUESTS,
-                    code="rate_limit_exceeded",
-                )
-            self.used[resource] += number
-            own[resource] += number
-
-        try:
-            admit("requests", 1)
-            yield admit
-        finally:
-            self.used.subtract(own)
-
-
-def limited_app(
-    routes: Sequence[Route],
-    admission: Admission,
-    check: Callable[[Headers], None] = lambda headers: None,
-    count: Callable[[str, int, float], None] = lambda path, status, seconds: None,
-) -> ASGIApp:
-    """Return an application that admits requests, and whose errors have OpenAI's format.
-
-    Args:
-        routes: endpoints; their requests have `state.admit`.
-        admission: limits of all requests together, except those for `/health`.
-        check: raises `ApiError` if a request with these headers is refused.
-        count: called at the end of a request with its path, status and seconds. The status is 499 if the client
-            disconnected before the end of its response, also of a stream.
-    """
-    handlers = dict.fromkeys((ApiError, HTTPException, Exception), error_response)
-    app = Starlette(routes=routes, exception_handlers=handlers)
-
-    async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-        status, is_whole, start = 499, False, time.monotonic()
-
-        async def watched(message: Message) -> None:
-            nonlocal status, is_whole
-            status = message.get("status", status)
-            await send(message)
-            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-        scope.setdefault("state", {})
-        try:
-            if scope["path"] == "/health":
-                await app(scope, receive, watched)
-                return
-            check(Headers(scope=scope))
-            with admission.request() as scope["state"]["admit"]:
-                await app(scope, receive, watched)
-        except ApiError as error:
-            await error.response()(scope, receive, watched)
-        except Exception:
-            status, is_whole = 500, True
-            raise
-        finally:
-            count(scope["path"], status if is_whole else 499, time.monotonic() - start)
-
-    return admitted
 
 
 class Server:
@@ -254,13 +149,7 @@ class Server:
         if self._key is not None:
             check_key(headers, self._key)
             return
-        # A web page can give its own host name the address of this machine (DNS rebinding).
-        host = headers.get("host", "")
-        if (match := _HOST.fullmatch(host)) is None or not is_loopback(match[1]):
-            raise ApiError(
-                f"the host {host[:100]!r} is not this machine; use 127.0.0.1, or start the server with an API key",
-                status=HTTPStatus.FORBIDDEN,
-            )
+        check_host(headers)
 
 
 def check_key(headers: Headers, key: str) -> None:

@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from marin_rl.serving.admission import read_body
 from marin_rl.serving.bodies import ApiError, json_response, read_object
 from marin_rl.serving.engine import EngineRequest
 from marin_rl.serving.protocol import (
@@ -261,25 +261,7 @@ class Endpoints:
         Raises:
             ApiError: if its type is not JSON, or it is too large or late.
         """
-        # Browsers send JSON to another origin only after a preflight, which this server refuses.
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError("the content type must be application/json", status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-            raise ApiError(
-                f"the content encoding is {encoding!r:.100}; send the body without compression",
-                status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            )
-        data, limit = bytearray(), self._max_body_bytes
-        try:
-            async with asyncio.timeout(self._client_seconds):
-                async for part in request.stream():
-                    request.state.admit("bytes of requests", len(part))
-                    data += part
-                    if len(data) > limit:
-                        raise ApiError(f"the body exceeds {limit} bytes", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        except TimeoutError as error:
-            raise ApiError("the body did not arrive in time", status=HTTPStatus.REQUEST_TIMEOUT) from error
-        return bytes(data)
+        return await read_body(request, "application/json", self._max_body_bytes, self._client_seconds)
 
 
 @dataclasses.dataclass

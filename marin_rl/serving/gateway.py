@@ -20,7 +20,8 @@ from starlette.types import ASGIApp
 from marin_rl.environments.base import AgentConnection
 from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served, notice_leaving
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.serving.app import MAX_BODIES, Admission, check_key, limited_app
+from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
+from marin_rl.serving.app import check_key
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import EngineRequest

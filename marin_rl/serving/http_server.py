@@ -10,19 +10,37 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-if TYPE_CHECKING:
-    from marin_rl.serving.engine import Engine
-
 _ERROR_SECONDS = 5
 """Seconds in which clients read the errors of requests that did not complete in time."""
 _POLL_SECONDS = 0.1
 """Seconds after which the end of the server is noticed, as in uvicorn."""
+
+
+class Worker(Protocol):
+    """Works for an application in its own thread."""
+
+    failure: Exception | None
+    """Error that ended the thread."""
+    on_failure: Callable[[], None]
+    """Called in the thread when it fails."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        ...
+
+    def stop(self) -> None:
+        """Answer requests in progress with an error."""
+        ...
+
+    def close(self) -> None:
+        """End the thread."""
+        ...
 
 
 def listen(host: str, port: int, client_seconds: float) -> socket.socket:
@@ -111,28 +129,28 @@ class HttpServer:
                 for task in tasks:
                     task.cancel()
 
-    def run(self, engine: "Engine", listener: socket.socket) -> None:
-        """Serve until a signal, `stop`, or a failure of the sampler. Late requests get an error.
+    def run(self, worker: Worker, listener: socket.socket) -> None:
+        """Serve until a signal, `stop`, or a failure of the worker. Late requests get an error.
 
         Args:
-            engine: samples for the application; started and closed here.
+            worker: works for the application, such as a sampling engine; started and closed here.
             listener: the socket; closed at the end.
 
         Raises:
-            Exception: the error of the sampler, if it failed.
+            Exception: the error of the worker, if it failed.
         """
         if threading.current_thread() is threading.main_thread():
             # Uvicorn handles these signals while it serves, and raises them again at its end.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: self.stop())
-        engine.on_failure = self.stop
-        engine.start()
+        worker.on_failure = self.stop
+        worker.start()
         try:
-            asyncio.run(self.serve(listener, engine.stop))
+            asyncio.run(self.serve(listener, worker.stop))
         finally:
-            engine.close()
-        if engine.failure is not None:
-            raise engine.failure
+            worker.close()
+        if worker.failure is not None:
+            raise worker.failure
 
     async def _close_waiting(self) -> None:
         """Close connections that have had no request since the last round.
