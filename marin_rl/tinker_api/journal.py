@@ -53,6 +53,7 @@ class Journal:
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self._lock_file.close()
             raise UserError(f"{str(path)!r} is in use by another server; stop it, or choose another folder") from error
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._file = path.open("ab", buffering=0)

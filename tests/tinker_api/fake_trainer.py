@@ -5,6 +5,9 @@
 
 import argparse
 import json
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -94,17 +97,48 @@ class FakeTrainer:
                 source.finish(key, SampleOutputs(samples, prompt, topk))
 
 
-def main() -> None:
+def serve(folder: Path, port: int, limits: Limits, seconds: float) -> None:
     """Serve until a signal."""
+    service = Service(FakeTrainer(seconds), folder, BASE, limits)
+    app = TinkerApp(service, BASE, key=None)
+    HttpServer(app.app(), 60.0).run(service, listen("127.0.0.1", port, 60.0))
+
+
+def die_at_file(number: int) -> None:
+    """Make this process kill itself at an operation of the file system."""
+    left = number
+
+    def count(event: str, args: tuple) -> None:
+        nonlocal left
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def main() -> None:
+    """Serve until SIGTERM. With `--deaths`, processes that are killed are replaced; each prints its id."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--state-seconds", type=float, default=60.0)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--deaths", type=int, nargs="*", help="file operation at which each process dies; 0: none")
     args = parser.parse_args()
-    service = Service(FakeTrainer(args.seconds), args.folder, BASE, Limits(state=args.state_seconds))
-    app = TinkerApp(service, BASE, key=None)
-    HttpServer(app.app(), 60.0).run(service, listen("127.0.0.1", args.port, 60.0))
+    for death in args.deaths or ():
+        if child := os.fork():
+            print(child, flush=True)
+            if os.waitpid(child, 0)[1] != signal.SIGKILL:
+                return
+            continue
+        if death:
+            die_at_file(death)
+        serve(args.folder, args.port, Limits(state=args.state_seconds), args.seconds)
+        return
+    if not args.deaths:
+        serve(args.folder, args.port, Limits(state=args.state_seconds), args.seconds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A server that is killed again and again computes what one that is never killed computes."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marin_rl.tinker_api.messages import message_class, read_forward_backward, write_outputs
+from marin_rl.tinker_api.records import AdamParams, ModelSpec
+from tests.free_port import free_port
+from tests.tinker_api.fake_trainer import FakeTrainer
+from tests.tinker_api.wire import Wire, body
+
+KILLS = 20
+RATE = 0.25
+
+
+class Training:
+    """Sends steps to a server, and the same steps to a trainer in this process."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire, self.session = wire, wire.session()
+        self.model = wire.model(self.session)
+        self.trainer, self.seq, self.step = FakeTrainer(), itertools.count(1), 0
+        self.trainer.create(ModelSpec(8, 0, True, True, True))
+        self.saved = dict(self.trainer.values)
+
+    def run_step(self) -> None:
+        """Send chunks in any order, a step, and a save now and then; compare all results."""
+        self.step += 1
+        generator = random.Random(self.step)
+        chunks = [next(self.seq) for _ in range(3)]
+        expected: dict[str, Any] = {}
+        data = {
+            seq: body(self.model, seq, [[seq % 91, generator.randrange(99)]] * 2, forward_only=seq % 7 == 0)
+            for seq in chunks
+        }
+        for seq in chunks:
+            expected[f"{self.model}:{seq}"] = write_outputs(
+                self.trainer.forward_backward(read_forward_backward(data[seq]))
+            )
+        step = next(self.seq)
+        expected[f"{self.model}:{step}"] = {"metrics": self.trainer.optim_step(AdamParams(RATE))}
+        for seq in generator.sample(chunks, 3):
+            # Some of the promises get lost.
+            for _ in range(generator.choice([1, 1, 2])):
+                assert self.wire.ask("forward_backward", data[seq]).is_success
+        self.wire.operate("optim_step", self.model, step, adam_params={"learning_rate": RATE})
+        if self.step % 3 == 0:
+            self._sample(expected)
+        if self.step % 4 == 0:
+            seq, self.saved = next(self.seq), dict(self.trainer.values)
+            self.wire.operate("save_weights", self.model, seq, path="last", overwrite=True)
+            expected[f"{self.model}:{seq}"] = {"path": f"tinker://{self.model}/weights/last"}
+        if self.step % 10 == 0:
+            seq, path = next(self.seq), f"tinker://{self.model}/weights/last"
+            self.trainer.values = {**self.saved, "steps": 0.0}
+            self.wire.operate("load_weights", self.model, seq, path=path, optimizer=False)
+            expected[f"{self.model}:{seq}"] = {"model_id": self.model, "path": path}
+        for id, result in expected.items():
+            found = self.wire.result(id)
+            if isinstance(result, bytes):
+                found, result = (message_class("ForwardBackwardOutput").FromString(one) for one in (found, result))
+            assert found == result, id
+
+    def _sample(self, expected: dict[str, Any]) -> None:
+        seq = next(self.seq)
+        id = self.wire.operate("save_weights_for_sampler", self.model, seq, sampling_session_seq_id=seq)
+        sampler = self.wire.result(id)["sampling_session_id"]
+        expected[f"{self.model}:{seq}"] = {"sampling_session_id": f"{self.session}:sample:{seq}"}
+        assert self.wire.weight(sampler) == np.float32(self.trainer.values["weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kills_neither_lose_nor_double_gradients(tmp_path: Path, seed: int) -> None:
+    generator, port = random.Random(seed), free_port()
+    # One half dies by itself at an operation of the file system, the other half by a signal after some time.
+    deaths = [generator.randrange(3, 80) if seed == 0 else 0 for _ in range(KILLS)] + [0]
+    command = [sys.executable, "-m", "tests.tinker_api.fake_trainer", "--folder", str(tmp_path), "--port", str(port)]
+    command += ["--state-seconds", "0.02", "--seconds", "0.002", "--deaths", *map(str, deaths)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    children: list[int] = []
+
+    def kill() -> None:
+        assert server.stdout is not None
+        for line in server.stdout:
+            children.append(int(line))
+            if len(children) <= KILLS and deaths[len(children) - 1] == 0:
+                time.sleep(generator.uniform(0.05, 0.5))
+                os.kill(children[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        training = Training(Wire(f"http://127.0.0.1:{port}"))
+        while len(children) <= KILLS:
+            training.run_step()
+        training.run_step()
+    finally:
+        os.kill(children[-1], signal.SIGTERM)
+        server.wait(30)
+        killer.join(30)
+        server.stdout.close()
+    assert len(children) == KILLS + 1
+    assert training.step > 5
