@@ -1,0 +1,99 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The server with the SDK of Tinker: of this environment, or of the Python that `MARIN_RL_TINKER_PYTHON` names."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.free_port import free_port
+from tests.tinker_api.test_service import fake_loss, gradient
+from tests.tinker_api.wire import serving
+
+PYTHON = os.environ.get("MARIN_RL_TINKER_PYTHON") or (sys.executable if importlib.util.find_spec("tinker") else None)
+
+pytestmark = [
+    pytest.mark.skipif(PYTHON is None, reason="the package tinker is not installed"),
+    pytest.mark.medium,
+]
+
+
+def client(scenario: str, url: str) -> dict[str, Any]:
+    assert PYTHON is not None
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"TINKER_API_KEY": "tml-none", "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
+    # For versions of the SDK that are not installed.
+    environment["PYTHONPATH"] = os.environ.get("MARIN_RL_TINKER_PATH", "")
+    command = [PYTHON, "-W", "ignore", str(Path(__file__).with_name("sdk_client.py")), scenario]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_session(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _):
+        found = client("session", url)
+    assert found["models"] == ["base"]
+    assert found["info"] == "base"
+    small = [[1, 2, 3], [4]]
+    for logprobs, sequence in zip(found["outputs"], small, strict=True):
+        np.testing.assert_array_equal(np.float32(logprobs), -0.01 * np.float32(sequence))
+    first = 0.9 * 9 + 0.5 * fake_loss(small)
+    assert found["loss"] == -fake_loss(small)
+    assert found["step"] == {"weight": first, "gradient": 0.0, "steps": 1.0}
+    tokens = [[n % 97, n % 89] for n in range(2500)]
+    np.testing.assert_array_equal(np.float32(found["many"]), -0.01 * np.float32(tokens))
+    second = 0.9 * first + 0.5 * gradient(*(fake_loss(tokens[start : start + 1024]) for start in (0, 1024, 2048)))
+    assert found["many_step"]["weight"] == second
+    assert "gspo" in found["refused"]
+    assert "vocabulary" in found["failed"]
+    assert "no checkpoint" in found["missing"]
+    # Samplers are frozen, and the base is the base.
+    assert found["samples"] == [float(np.float32(second))] * 120
+    assert found["prompt"] == [None, *[float(np.float32(-second))] * 2]
+    assert found["topk"] == [None, *[[[1, float(np.float32(-second))]] * 2] * 2]
+    assert found["base"] == [0.0]
+    assert found["loaded"] == found["again"] == {"weight": 0.9 * second, "gradient": 0.0, "steps": 3.0}
+    assert found["run"] == {"renderer_name": "r"}
+    assert found["runs"] == found["session"] == 2
+    assert found["checkpoints"] == ["sampler_weights/one", "weights/one"]
+    assert found["expiring"] == [True, True]
+    assert found["left"] == ["sampler_weights/one"]
+
+
+@pytest.mark.slow
+def test_a_killed_server(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.tinker_api.fake_trainer", "--folder", str(tmp_path), "--port", str(port)]
+    command += ["--state-seconds", "0.5", "--deaths", "0", "0", "0", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    result: dict[str, Any] = {}
+    thread = threading.Thread(target=lambda: result.update(client("steps", f"http://127.0.0.1:{port}")))
+    child = int(server.stdout.readline())
+    try:
+        thread.start()
+        for _ in range(3):
+            # During the steps, each time at another moment.
+            time.sleep(1.7)
+            os.kill(child, 9)
+            child = int(server.stdout.readline())
+        thread.join(100)
+    finally:
+        os.kill(child, 15)
+        server.wait(30)
+        server.stdout.close()
+    weight = 9.0
+    for number in range(10):
+        weight = 0.9 * weight + 0.5 * fake_loss([[number + 1, number + 2]])
+    assert result == {"weight": weight, "gradient": 0.0, "steps": 10.0}
