@@ -176,7 +176,8 @@ class Checkpoints:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        _sync(folder.parent)
+        for parent in (folder.parent, folder.parent.parent, self._folder):
+            _sync(parent)
 
     def write_run(self, model: str, run: Mapping[str, Any]) -> None:
         """Write the description of a model that is trained."""

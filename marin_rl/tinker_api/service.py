@@ -21,6 +21,7 @@ Why a kill at any moment neither loses nor doubles a gradient:
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -56,7 +57,7 @@ MAX_WAITING_BYTES = 512 * 2**20
 MAX_RESULT_BYTES = 2**30
 _FORGET_SECONDS = 24 * 3600.0
 """Seconds without a sign of its client after which a session ends, even if nobody else needs the server."""
-_SWEEP_SECONDS = 5.0
+_SWEEP_SECONDS = 30.0
 _COMPACT_BYTES = 2**26
 """Growth after which a journal is rewritten without a new recovery state."""
 _WRITES = ("save_weights", "save_weights_for_sampler")
@@ -92,7 +93,7 @@ class Session:
     is_ended: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Promise:
     """An accepted request and its result."""
 
@@ -195,6 +196,8 @@ class Service:
         self._state: dict[str, Any] | None = None
         """The recovery state: `folder`, `model`, and the model's `next`."""
         self._states = 0
+        self._waiting_bytes = self._result_bytes = self._compacted = 0
+        self._swept = time.monotonic()
         self._saved = time.monotonic()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
@@ -204,7 +207,11 @@ class Service:
         """Called in the thread when it fails."""
         self.on_sampled: Callable[[int], None] = lambda number: None
         """Called with the number of tokens of a result."""
-        self._recover()
+        try:
+            self._recover()
+        except BaseException:
+            self._journal.close()
+            raise
 
     # The start and the end.
 
@@ -217,9 +224,8 @@ class Service:
         with self._wake:
             self._is_closing = True
             self._wake.notify_all()
-            if self._loop is not None and not self._loop.is_closed():
-                for promise in self._promises.values():
-                    self._loop.call_soon_threadsafe(promise.done.set)
+            for promise in self._promises.values():
+                self._wake_clients(promise)
 
     def close(self) -> None:
         """Wait for the operation that runs, and close the journal."""
@@ -231,7 +237,7 @@ class Service:
     def _recover(self) -> None:
         records = list(self._journal.recover())
         if not records:
-            self._journal.sync(self._journal.append(self._head()))
+            self._journal.rewrite(Record(self._head()), 0, lambda header: True)
             return
         head = records[0].header
         if head["fingerprint"] != self._base.fingerprint:
@@ -323,6 +329,7 @@ class Service:
         id = header["id"]
         promise = Promise(id, header["kind"], header["digest"], header["session"], body, position=position)
         self._promises[id] = promise
+        self._waiting_bytes += len(body)
         return promise
 
     def _add_operation(self, header: Mapping[str, Any], body: bytes, position: int) -> None:
@@ -371,10 +378,19 @@ class Service:
         return {"record": "sampler", **names, "ephemeral": ephemeral}
 
     def _set_result(self, promise: Promise, form: str, result: bytes) -> None:
-        promise.result, promise.form, promise.body = result, form, promise.body if promise.kind != "sample" else b""
-        promise.finished = time.monotonic()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(promise.done.set)
+        if promise.result is None:
+            self._waiting_bytes -= len(promise.body)
+            self._result_bytes += len(result)
+            promise.result, promise.form, promise.finished = result, form, time.monotonic()
+        if promise.kind == "sample":
+            promise.body = b""
+        self._wake_clients(promise)
+
+    def _wake_clients(self, promise: Promise) -> None:
+        # The loop may be closed at the end.
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(promise.done.set)
 
     def _finish(self, promise: Promise, form: str, result: bytes) -> None:
         """Answer a request, unless it was answered before."""
@@ -693,7 +709,7 @@ class Service:
             return {
                 "waiting_samples": sum(map(len, self._waiting.values())),
                 "waiting_operations": sum(len(model.queue) for model in self._models.values()),
-                "result_bytes": sum(len(one.result or b"") for one in self._promises.values()),
+                "result_bytes": self._result_bytes,
                 "journal_bytes": self._journal.size,
             }
 
@@ -711,12 +727,10 @@ class Service:
         return known
 
     def _check_capacity(self, size: int) -> None:
-        counts = self.counts()
-        waiting = sum(len(one.body) for one in self._promises.values() if one.result is None)
-        if waiting + size > MAX_WAITING_BYTES:
-            raise _busy(f"requests of {waiting} bytes wait")
-        if counts["result_bytes"] > MAX_RESULT_BYTES:
-            raise _busy(f"results of {counts['result_bytes']} bytes are kept")
+        if self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise _busy(f"requests of {self._waiting_bytes} bytes wait")
+        if self._result_bytes > MAX_RESULT_BYTES:
+            raise _busy(f"results of {self._result_bytes} bytes are kept")
 
     def _accept(self, header: Mapping[str, Any], body: bytes) -> Promise:
         position = self._record(header, body)
@@ -759,12 +773,13 @@ class Service:
 
     def _step(self) -> None:
         """Run one operation, sample from one version of the weights, and do what was asked in between."""
-        is_idle = not self._train() and not self._sample()
+        is_trained, is_sampled = self._train(), self._sample()
         while self._tasks:
             self._tasks.popleft()()
         self._sweep()
         with self._wake:
-            if is_idle and not (self._is_closing or self._tasks or self._has_training() or any(self._waiting.values())):
+            is_idle = not (is_trained or is_sampled or self._is_closing or self._tasks)
+            if is_idle and not (self._has_training() or any(self._waiting.values())):
                 self._wake.wait(_SWEEP_SECONDS)
 
     def _current(self) -> Model | None:
@@ -800,6 +815,7 @@ class Service:
                 self._journal.sync(self._journal.position)
                 if not (isinstance(error, OSError) and promise.kind in _WRITES):
                     raise
+                logger.warning("%s: cannot write the checkpoint: %s", promise.id, error)
         with self._lock:
             del model.queue[model.next]
             model.next, model.advanced = model.next + 1, time.monotonic()
@@ -821,6 +837,7 @@ class Service:
             case "create_model":
                 assert model.spec is not None
                 self._trainer.create(model.spec)
+                model.is_loaded = True
                 self._begin(model)
                 result = {"model_id": model.id}
             case "optim_step":
@@ -839,7 +856,6 @@ class Service:
 
     def _begin(self, model: Model) -> None:
         assert model.spec is not None
-        model.is_loaded = True
         self._saved = time.monotonic()
         self.checkpoints.write_run(
             model.id,
@@ -859,6 +875,7 @@ class Service:
         if model.spec is None:
             model.spec, model.base_model = spec, model.base_model or info["base_model"]
             self._trainer.create(spec)
+            model.is_loaded = True
             self._trainer.load(folder, optimizer=body.optimizer)
             self._begin(model)
             return
@@ -928,7 +945,7 @@ class Service:
             checkpoints.sync_folder(folder)
             self._state = {"folder": folder.name, "model": model.id, "next": model.next}
             self._compact()
-        except OSError as error:
+        except (OSError, RequestError) as error:
             # The former state and the longer journal remain valid.
             logger.warning("cannot write the recovery state: %s", error)
             self._state = former
@@ -993,7 +1010,8 @@ class Service:
         """Return the samples that wait for some weights; later ones have to wait if others wait, too."""
         with self._lock:
             others = any(jobs for other, jobs in self._waiting.items() if other != folder)
-            if not is_first and (others or self._tasks or self._is_closing or self._has_training()):
+            is_due = time.monotonic() - self._swept > _SWEEP_SECONDS
+            if not is_first and (others or is_due or self._tasks or self._is_closing or self._has_training()):
                 return []
             return list(self._waiting.pop(folder, {}).values())
 
@@ -1007,9 +1025,6 @@ class Service:
             used = {one.folder for one in self._samplers.values() if one.folder is not None and one.is_ephemeral}
         self.checkpoints.delete_ephemeral(used)
 
-    _swept = 0.0
-    _compacted = 0
-
     def _sweep(self) -> None:
         """Drop what is no longer needed."""
         now = time.monotonic()
@@ -1017,12 +1032,16 @@ class Service:
             return
         self._swept = now
         with self._lock:
+            queued = {promise.id for model in self._models.values() for promise in model.queue.values()}
+            living = {session.id for session in self.sessions()}
             for promise in list(self._promises.values()):
-                if promise.result is None or any(promise in model.queue.values() for model in self._models.values()):
+                if promise.result is None or promise.id in queued:
                     continue
-                kept = self._limits.unread if promise.delivered is None else self._limits.retained
+                is_unread = promise.delivered is None and promise.session in living
+                kept = self._limits.unread if is_unread else self._limits.retained
                 if now - (promise.delivered or promise.finished) > kept:
                     del self._promises[promise.id]
+                    self._result_bytes -= len(promise.result)
             for session in self.sessions():
                 if now - session.seen > _FORGET_SECONDS:
                     self.end_session(session.id)
