@@ -107,12 +107,9 @@ class Checkpoints:
         Raises:
             RequestError: if there is no such checkpoint, or it has expired.
         """
-        try:
-            info = json.loads((folder / "info.json").read_bytes())
-        except FileNotFoundError as error:
-            raise RequestError(f"there is no checkpoint {self.path_of(folder)!r:.300}") from error
-        if (end := info["expires_at"]) is not None and datetime.datetime.fromisoformat(end) <= _now():
-            raise RequestError(f"the checkpoint {self.path_of(folder)!r:.300} expired at {end}")
+        if (info := _read_info(folder)) is None or _has_expired(info):
+            when = f"; it expired at {info['expires_at']}" if info else ""
+            raise RequestError(f"there is no checkpoint {self.path_of(folder)!r:.300}{when}")
         return info
 
     def write(
@@ -143,11 +140,8 @@ class Checkpoints:
             RequestError: if it exists.
             OSError: if it cannot be written.
         """
-        try:
-            former = self.info(folder)
-        except RequestError:
-            former = None
-        if former is not None:
+        former = _read_info(folder)
+        if former is not None and not _has_expired(former):
             if former["request_id"] == request_id:
                 return
             if not overwrite:
@@ -209,7 +203,7 @@ class Checkpoints:
     def delete_expired(self) -> None:
         """Delete checkpoints after their time."""
         for folder in list(self._folders("*")):
-            if self._describe(folder) is None:
+            if (info := _read_info(folder)) is not None and _has_expired(info):
                 self._remove(folder)
 
     def delete_ephemeral(self, used: set[Path]) -> None:
@@ -226,9 +220,7 @@ class Checkpoints:
 
     def _describe(self, folder: Path) -> dict[str, Any] | None:
         """Return the protocol's description of a checkpoint; None if it has expired."""
-        try:
-            info = self.info(folder)
-        except RequestError:
+        if (info := _read_info(folder)) is None or _has_expired(info):
             return None
         return {
             "checkpoint_id": f"{folder.parent.name}/{folder.name}",
@@ -257,6 +249,18 @@ def spec_of(info: Mapping[str, Any]) -> ModelSpec:
 def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     """Return metadata as the protocol's texts."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
+
+
+def _read_info(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `info.json`; None if there is none, or if something else damaged it."""
+    try:
+        return json.loads((folder / "info.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _has_expired(info: Mapping[str, Any]) -> bool:
+    return info["expires_at"] is not None and datetime.datetime.fromisoformat(info["expires_at"]) <= _now()
 
 
 def sync_folder(folder: Path) -> int:
