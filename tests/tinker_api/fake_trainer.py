@@ -26,7 +26,8 @@ from marin_rl.tinker_api.records import (
     SampleOutputs,
     SampleSource,
 )
-from marin_rl.tinker_api.service import Limits, Service
+from marin_rl.tinker_api.service import Service
+from marin_rl.tinker_api.trainer_thread import Limits
 
 BASE = ServedModel(("base",), "fake-1", max_context=64)
 

@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 
 from marin_rl.tinker_api import service as service_module
+from marin_rl.tinker_api import trainer_thread
 from marin_rl.tinker_api.checkpoints import ServedModel
 from marin_rl.tinker_api.journal import Journal
 from marin_rl.tinker_api.messages import message_class
 from marin_rl.tinker_api.records import SampleSource
-from marin_rl.tinker_api.service import Limits, Service
+from marin_rl.tinker_api.service import Service
+from marin_rl.tinker_api.trainer_thread import Limits
 from marin_rl.utils.errors import UserError
 from tests.tinker_api.fake_trainer import FakeTrainer
 from tests.tinker_api.wire import Wire, body, serving, until
@@ -203,7 +205,7 @@ def test_a_client_that_dies_amid_chunks_blocks_nobody(tmp_path: Path) -> None:
 
 
 def test_operations_do_not_wait_forever_for_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_thread, "_SWEEP_SECONDS", 0.05)
     with serving(tmp_path, limits=Limits(gap=0.3)) as (url, _):
         wire = Wire(url)
         model = wire.begin()
@@ -232,7 +234,7 @@ def test_samplers_are_frozen(wire: Wire) -> None:
 
 
 def test_only_the_samplers_in_use_keep_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "EPHEMERAL_SAMPLERS", 2)
+    monkeypatch.setattr(trainer_thread, "EPHEMERAL_SAMPLERS", 2)
     with serving(tmp_path) as (url, _):
         wire = Wire(url)
         model = wire.begin()
@@ -396,7 +398,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_checkpoints_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_thread, "_SWEEP_SECONDS", 0.05)
     with serving(tmp_path) as (url, _):
         wire = Wire(url)
         model = wire.begin()
@@ -530,7 +532,7 @@ def test_a_restart_goes_on(tmp_path: Path) -> None:
 
 
 def test_results_are_dropped_after_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_thread, "_SWEEP_SECONDS", 0.05)
     with serving(tmp_path, limits=Limits(retained=0.5, state=0.0)) as (url, service):
         wire = Wire(url)
         model = wire.begin()

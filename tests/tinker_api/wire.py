@@ -16,7 +16,8 @@ import numpy as np
 from marin_rl.serving.http_server import HttpServer, listen, url_of
 from marin_rl.tinker_api.endpoints import TinkerApp
 from marin_rl.tinker_api.messages import message_class
-from marin_rl.tinker_api.service import Limits, Service
+from marin_rl.tinker_api.service import Service
+from marin_rl.tinker_api.trainer_thread import Limits
 from tests.tinker_api.fake_trainer import BASE, FakeTrainer
 
 SECONDS = 30.0
