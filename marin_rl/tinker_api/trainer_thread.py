@@ -337,13 +337,16 @@ class TrainerThread:
             queued = {promise.id for model in self.state.models.values() for promise in model.queue.values()}
             living = {session.id for session in self.state.living_sessions()}
             for promise in list(self.state.promises.values()):
-                if promise.result is None or promise.id in queued:
+                # After a restart, nobody may ask for a sample again.
+                is_forgotten = promise.kind == "sample" and not promise.is_waiting and promise.session not in living
+                if promise.id in queued or (promise.result is None and not is_forgotten):
                     continue
                 is_unread = promise.delivered is None and promise.session in living
                 kept = self._limits.unread if is_unread else self._limits.retained
-                if now - (promise.delivered or promise.finished) > kept:
+                if now - (promise.delivered or promise.finished or promise.created) > kept:
                     del self.state.promises[promise.id]
-                    self.state.result_bytes -= len(promise.result)
+                    self.state.result_bytes -= len(promise.result or b"")
+                    self.state.waiting_bytes -= 0 if promise.result else len(promise.body)
             for session in self.state.living_sessions():
                 if now - session.seen > _FORGET_SECONDS:
                     self.state.end_session(session.id)
