@@ -109,7 +109,51 @@ class SharedPromptMask(AttentionMask):
         return dataclasses.replace(self, sliding_window=sliding_window)
 
 
-class RlExample(eqx.Module):
+class TokenRows(eqx.Module):
+    """Rows of tokens that a model reads. All arrays are `{batch, position}`."""
+
+    input_ids: eqx.AbstractVar[NamedArray]
+    segment_ids: eqx.AbstractVar[NamedArray]
+    position_ids: eqx.AbstractVar[NamedArray]
+    prompt_segment_ids: eqx.AbstractVar[NamedArray | None]
+    group: eqx.AbstractVar[GroupRow | None]
+
+    def to_inputs(self, per_token: NamedArray) -> NamedArray:
+        """Keep the positions that the model computes: not the last token of the part of each answer."""
+        if self.group is None:
+            return per_token
+        (first, answers, length), Pos = self.group, per_token.resolve_axis("position")
+        prompts, rest = per_token["position", :first], per_token["position", first:]
+        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", self.group.answer_tokens)))
+        kept = parts["position", :length].flatten_axes(("answer", "position"), "position")
+        return hax.concatenate(Pos.name, [prompts, kept])
+
+    def from_inputs(self, per_input: NamedArray) -> NamedArray:
+        """Align results of the model with the tokens; those of the tokens that it does not compute are 0."""
+        if self.group is None:
+            return per_input
+        (first, answers, length), Pos = self.group, per_input.resolve_axis("position")
+        prompts, rest = per_input["position", :first], per_input["position", first:]
+        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length)))
+        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=0)
+        return hax.concatenate(Pos.name, [prompts, padded.flatten_axes(("answer", "position"), "position")])
+
+    @property
+    def attention_mask(self) -> AttentionMask:
+        """Causal attention of the positions that the model computes, within each segment and to its prompt."""
+        if self.prompt_segment_ids is None or self.group is None:
+            return AttentionMask.causal().with_segment_ids(self.segment_ids)
+        segments = self.to_inputs(self.segment_ids)
+        return SharedPromptMask(
+            is_causal=True,
+            segment_ids=(segments, segments),
+            prompt_segment_ids=self.to_inputs(self.prompt_segment_ids),
+            position_ids=self.to_inputs(self.position_ids),
+            group=self.group,
+        )
+
+
+class RlExample(TokenRows):
     """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
 
     A row contains one or several sequences, one segment each. If sequences share a prompt, it is a separate segment,
@@ -175,40 +219,6 @@ class RlExample(eqx.Module):
     def to_lm_example(self) -> LmExample:
         """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
         return lm_example(self.input_ids, to_predictors(self.loss_mask.astype(jnp.int32)), self.attention_mask)
-
-    def to_inputs(self, per_token: NamedArray) -> NamedArray:
-        """Keep the positions that the model computes: not the last token of the part of each answer."""
-        if self.group is None:
-            return per_token
-        (first, answers, length), Pos = self.group, per_token.resolve_axis("position")
-        prompts, rest = per_token["position", :first], per_token["position", first:]
-        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", self.group.answer_tokens)))
-        kept = parts["position", :length].flatten_axes(("answer", "position"), "position")
-        return hax.concatenate(Pos.name, [prompts, kept])
-
-    def from_inputs(self, per_input: NamedArray) -> NamedArray:
-        """Align results of the model with the tokens; those of the tokens that it does not compute are 0."""
-        if self.group is None:
-            return per_input
-        (first, answers, length), Pos = self.group, per_input.resolve_axis("position")
-        prompts, rest = per_input["position", :first], per_input["position", first:]
-        parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length)))
-        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=0)
-        return hax.concatenate(Pos.name, [prompts, padded.flatten_axes(("answer", "position"), "position")])
-
-    @property
-    def attention_mask(self) -> AttentionMask:
-        """Causal attention of the positions that the model computes, within each segment and to its prompt."""
-        if self.prompt_segment_ids is None or self.group is None:
-            return AttentionMask.causal().with_segment_ids(self.segment_ids)
-        segments = self.to_inputs(self.segment_ids)
-        return SharedPromptMask(
-            is_causal=True,
-            segment_ids=(segments, segments),
-            prompt_segment_ids=self.to_inputs(self.prompt_segment_ids),
-            position_ids=self.to_inputs(self.position_ids),
-            group=self.group,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from levanter.layers.rotary import RotaryEmbeddings
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import GroupRow
-from marin_rl.batching.rl_example import RlExample, SharedPromptMask
+from marin_rl.batching.rl_example import TokenRows, SharedPromptMask
 from marin_rl.learner.attention_kernel import SPLASH_BLOCK, GpuBackend
 from marin_rl.learner.flash_attention import (
     Attend,
@@ -52,7 +52,7 @@ def context_shards() -> int:
     return physical_axis_size(POSITION) or 1
 
 
-def with_attention_kernel(model: LmHeadModel, batch: RlExample, *, interpret: bool = False) -> LmHeadModel:
+def with_attention_kernel(model: LmHeadModel, batch: TokenRows, *, interpret: bool = False) -> LmHeadModel:
     """Return the model with the attention modules that the rows of a batch need.
 
     GPT-2 has an attention module of its own, which is not replaced; it applies the mask to all pairs of a row.

@@ -20,7 +20,7 @@ from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.rl_example import RlExample, to_predictors, to_tokens
+from marin_rl.batching.rl_example import RlExample, TokenRows, to_predictors, to_tokens
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
 from marin_rl.learner.blocks import (
     Block,
@@ -64,7 +64,7 @@ def is_most_likely(
     return jnp.argmax(logits, axis=-1) == targets
 
 
-def policy_activations(model: LmHeadModel, batch: RlExample) -> NamedArray:
+def policy_activations(model: LmHeadModel, batch: TokenRows) -> NamedArray:
     """Run the model's trunk, without the head.
 
     Args:
