@@ -112,11 +112,17 @@ class SharedPromptMask(AttentionMask):
 class TokenRows(eqx.Module):
     """Rows of tokens that a model reads. All arrays are `{batch, position}`."""
 
-    input_ids: eqx.AbstractVar[NamedArray]
-    segment_ids: eqx.AbstractVar[NamedArray]
-    position_ids: eqx.AbstractVar[NamedArray]
-    prompt_segment_ids: eqx.AbstractVar[NamedArray | None]
-    group: eqx.AbstractVar[GroupRow | None]
+    input_ids: NamedArray
+    """int32 token ids; the padding token if `segment_ids` is 0."""
+    segment_ids: NamedArray
+    """int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment and its prompt."""
+    position_ids: NamedArray
+    """int32, position of each token within its sequence: 0, 1, …; 0 for padding."""
+    prompt_segment_ids: NamedArray | None = eqx.field(kw_only=True, default=None)
+    """int32, segment of the shared prompt of each token's sequence, or the token's own segment; 0 for padding. None
+    for rows without shared prompts."""
+    group: GroupRow | None = eqx.field(kw_only=True, static=True, default=None)
+    """Parts of a row whose sequences share their prompt; None for rows without shared prompts."""
 
     def to_inputs(self, per_token: NamedArray) -> NamedArray:
         """Keep the positions that the model computes: not the last token of the part of each answer."""
@@ -163,14 +169,8 @@ class RlExample(TokenRows):
     weights.
     """
 
-    input_ids: NamedArray
-    """int32 token ids; the padding token if `segment_ids` is 0."""
     loss_mask: NamedArray
     """bool, True for loss tokens."""
-    segment_ids: NamedArray
-    """int32, 0 for padding, then 1, 2, … along a row; attention is restricted to a segment and its prompt."""
-    position_ids: NamedArray
-    """int32, position of each token within its sequence: 0, 1, …; 0 for padding."""
     rollout_ids: NamedArray
     """int32, index of each token's rollout in this microbatch (0, 1, …); -1 for padding and shared prompts."""
     loss_weights: NamedArray
@@ -187,15 +187,10 @@ class RlExample(TokenRows):
     """float32, the critic's values before the update; 0 outside the loss mask or without a critic."""
     returns: NamedArray
     """float32, regression targets of the critic; 0 outside the loss mask or without a critic."""
-    prompt_segment_ids: NamedArray | None = None
-    """int32, segment of the shared prompt of each token's sequence, or the token's own segment; 0 for padding. None
-    for rows without shared prompts."""
     ce_weights: NamedArray | None = None
     """float32, weight of each token in the cross-entropy, on the loss mask or off it; None without cross-entropy."""
     ref_kl_weights: NamedArray | None = None
     """float32, weight of each token in the exact divergence from the teacher; None without one."""
-    group: GroupRow | None = eqx.field(static=True, default=None)
-    """Parts of a row whose sequences share their prompt; None for rows without shared prompts."""
 
     def __check_init__(self) -> None:
         leaves = self.arrays()

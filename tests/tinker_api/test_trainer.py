@@ -1,0 +1,370 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The trainer of the Tinker API against dense formulas in numpy, and against a single batch."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
+
+from marin_rl.learner.critic import assemble
+from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.tinker_api.records import (
+    AdamParams,
+    Datum,
+    ForwardBackward,
+    ModelSpec,
+    RequestError,
+    SampleJob,
+    SampleOutputs,
+    SampleParams,
+)
+from marin_rl.tinker_api.trainer import JaxTrainer
+from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.load import byte_tokenizer
+from tests.tiny_learner import VOCAB, make_model, make_trainer
+
+FULL = ModelSpec(lora_rank=0, seed=0, train_unembed=True, train_mlp=True, train_attn=True)
+LORA = dataclasses.replace(FULL, lora_rank=4)
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, trainer = tmp_path_factory.mktemp("model"), make_trainer()
+    save_hf_policy(make_model(trainer), ChatTokenizer(byte_tokenizer()), path, trainer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def make(folder: Path) -> Callable[[ModelSpec], JaxTrainer]:
+    """Return the same trainer with a new model."""
+    tokenizer = ChatTokenizer(byte_tokenizer())
+    trainer = JaxTrainer(str(folder), tokenizer, make_trainer(), max_context=CONTEXT, max_seqs=8, call_seconds=0.1)
+
+    def new(spec: ModelSpec = FULL) -> JaxTrainer:
+        trainer.create(spec)
+        return trainer
+
+    return new
+
+
+def random_data(count: int, loss: str, *, width: int = 0, seed: int = 0) -> tuple[Datum, ...]:
+    """Return data with any targets, factors of both signs and zeros, and old log-probs near those of the model."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for _ in range(count):
+        length = int(rng.integers(1, CONTEXT + 1))
+        shape = (length, width) if width else (length,)
+        factors = np.where(rng.random(shape) < 0.3, 0, rng.normal(size=shape)).astype(np.float32)
+        inputs = {"target_tokens": rng.integers(0, VOCAB, shape)}
+        if loss == "cross_entropy":
+            inputs["weights"] = factors
+        else:
+            inputs |= {"advantages": factors, "logprobs": rng.uniform(-7, -4, shape).astype(np.float32)}
+        data.append(Datum(rng.integers(0, VOCAB, length).astype(np.int32), inputs))
+    return tuple(data)
+
+
+def request(data: tuple[Datum, ...], loss: str = "cross_entropy", **options: Any) -> ForwardBackward:
+    config = {"beta": 0.05} if loss == "dro" else {}
+    given = {"loss_fn": loss, "config": config, "forward_only": False, "data": data, **options}
+    return ForwardBackward(model_id="m", seq_id=1, **given)
+
+
+def dense_loss(model: LmHeadModel, data: tuple[Datum, ...], loss: str) -> tuple[jax.Array, list[jax.Array]]:
+    """Compute the loss as its documentation says, from all logits of each datum alone."""
+    total, scored = jnp.zeros(()), []
+    for datum in data:
+        Pos = Axis("position", len(datum.tokens))
+        tokens = hax.named(datum.tokens, Pos).broadcast_axis(Axis("batch", 1))
+        logits = model(tokens, AttentionMask.causal()).rearrange(("batch", "position", "vocab")).array[0]
+        targets = datum.inputs["target_tokens"]
+        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        lp = jnp.take_along_axis(logs, targets.reshape(Pos.size, -1), axis=1).reshape(targets.shape)
+        factor = datum.inputs["weights" if loss == "cross_entropy" else "advantages"]
+        total += _terms(loss, lp, factor, datum.inputs.get("logprobs")).sum()
+        scored.append(lp)
+    return total, scored
+
+
+def _terms(loss: str, lp: jax.Array, factor: np.ndarray, q: np.ndarray | None) -> jax.Array:
+    if q is None:
+        return -(lp * factor)
+    r = jnp.exp(lp - q)
+    return {
+        "importance_sampling": -(r * factor),
+        "ppo": -jnp.minimum(r * factor, jnp.clip(r, 0.8, 1.2) * factor),
+        "cispo": -(jax.lax.stop_gradient(jnp.clip(r, 0.0, 4.0)) * lp * factor),
+        "dro": -(lp * factor - 0.5 * 0.05 * (lp - q) ** 2),
+    }[loss]
+
+
+def gradient_of(trainer: JaxTrainer) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state.gradient)]
+
+
+@pytest.mark.parametrize("spec", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("loss", "width"),
+    [("cross_entropy", 0), ("cross_entropy", 3), ("importance_sampling", 0), ("ppo", 0), ("cispo", 0), ("dro", 0)],
+)
+def test_loss_and_gradient_are_those_of_the_dense_formula(make, loss: str, width: int, spec: ModelSpec):
+    trainer = make(spec)
+    if spec.lora_rank:
+        # With B at 0 the gradient of A is 0.
+        trainer.forward_backward(request(random_data(3, "cross_entropy", seed=5)))
+        trainer.optim_step(AdamParams(learning_rate=0.1))
+    data = random_data(7, loss, width=width)
+    trained, base = trainer._state.trained, trainer._base_of(trainer._state.trained)
+
+    def compute(trained):
+        return dense_loss(assemble(trained, base), data, loss)
+
+    (expected, logprobs), gradient = jax.value_and_grad(compute, has_aux=True)(trained)
+    outputs = trainer.forward_backward(request(data, loss))
+    np.testing.assert_allclose(outputs.metrics["loss:sum"], expected, rtol=1e-5)
+    for found, wanted in zip(outputs.logprobs, logprobs, strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-6)
+    for found, wanted in zip(gradient_of(trainer), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1, np.abs(wanted).max()))
+
+
+def test_gradient_of_chunks_is_that_of_one_call(make):
+    data = random_data(40, "ppo")
+    trainer = make()
+    trainer.forward_backward(request(data, "ppo"))
+    whole = gradient_of(trainer)
+    trainer = make()
+    for chunk in (data[30:], data[:7], data[7:30]):
+        trainer.forward_backward(request(chunk, "ppo"))
+    for found, wanted in zip(gradient_of(trainer), whole, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1, np.abs(wanted).max()))
+
+
+def test_forward_only_adds_no_gradient_and_gives_the_same_logprobs(make):
+    trainer, data = make(), random_data(9, "cross_entropy")
+    first = trainer.forward_backward(request(data, forward_only=True))
+    assert not any(leaf.any() for leaf in gradient_of(trainer))
+    second = trainer.forward_backward(request(data))
+    for left, right in zip(first.logprobs, second.logprobs, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_infinite_ratio_of_a_token_without_advantage_is_no_nan(make):
+    trainer = make()
+    (datum,) = random_data(1, "importance_sampling")
+    zeros = np.zeros(len(datum.tokens), np.float32)
+    inputs = {**datum.inputs, "advantages": zeros, "logprobs": zeros - np.float32(1e30)}
+    outputs = trainer.forward_backward(request((datum._replace(inputs=inputs),), "importance_sampling"))
+    assert outputs.metrics["loss:sum"] == 0
+    assert not any(leaf.any() for leaf in gradient_of(trainer))
+
+
+def test_state_survives_a_folder(make, tmp_path: Path):
+    trainer, data = make(LORA), random_data(5, "cross_entropy")
+    step = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
+    trainer.forward_backward(request(data))
+    trainer.optim_step(step)
+    trainer.forward_backward(request(data))
+    trainer.save(tmp_path / "saved")
+
+    def go_on() -> list[np.ndarray]:
+        trainer.forward_backward(request(data[:2]))
+        trainer.optim_step(step)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state.trained)]
+
+    wanted = go_on()
+    trainer.create(LORA)
+    trainer.load(tmp_path / "saved", optimizer=True)
+    for found, expected in zip(go_on(), wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    trainer.create(LORA)
+    trainer.load(tmp_path / "saved", optimizer=False)
+    assert not any(leaf.any() for leaf in jax.tree.leaves((trainer._state.mean, trainer._state.gradient)))
+    with pytest.raises(RequestError, match="cannot be loaded"):
+        make(FULL).load(tmp_path / "saved", optimizer=True)
+
+
+class Source:
+    """Requests that arrive in parts."""
+
+    def __init__(self, *parts: list[SampleParams]):
+        self.parts = [[SampleJob(f"{n}.{i}", params) for i, params in enumerate(part)] for n, part in enumerate(parts)]
+        self.results: dict[str, SampleOutputs | RequestError] = {}
+
+    def take(self) -> list[SampleJob]:
+        return self.parts.pop(0) if self.parts else []
+
+    def finish(self, key: str, result: SampleOutputs | RequestError) -> None:
+        assert key not in self.results
+        self.results[key] = result
+
+
+PROMPT = SampleParams((70, 71, 72), 2, 6, 3, 1.0, -1, 1.0, None, False, 0)
+
+
+def test_samplers_stay_as_they_were(make, tmp_path: Path):
+    """A snapshot and the base answer as before after any number of steps, and log-probs are those of the trainer."""
+    trainer = make(LORA)
+    trainer.forward_backward(request(random_data(5, "cross_entropy")))
+    trainer.optim_step(AdamParams(learning_rate=0.1))
+    trainer.save_sampler(tmp_path / "first")
+    scored = dataclasses.replace(PROMPT, prompt_logprobs=True)
+
+    def ask(path: Path | None) -> SampleOutputs:
+        source = Source([scored], [PROMPT])
+        trainer.sample(path, source)
+        assert source.results["0.0"].samples == source.results["1.0"].samples
+        return source.results["0.0"]
+
+    first, base = ask(tmp_path / "first"), ask(None)
+    assert first.samples != base.samples
+    tokens, logprobs = first.samples[0].tokens, first.samples[0].logprobs
+    sequence = np.array([*PROMPT.prompt, *tokens], np.int32)
+    targets = {"target_tokens": sequence[1:].astype(np.int64)}
+    of_trainer = trainer.forward_backward(request((Datum(sequence[:-1], targets),), forward_only=True)).logprobs[0]
+    np.testing.assert_allclose(of_trainer[len(PROMPT.prompt) - 1 :], logprobs, atol=1e-5)
+    assert np.isnan(first.prompt_logprobs[0])
+    np.testing.assert_allclose(first.prompt_logprobs[1:], of_trainer[: len(PROMPT.prompt) - 1], atol=1e-6)
+    for _ in range(3):
+        trainer.forward_backward(request(random_data(5, "cross_entropy")))
+        trainer.optim_step(AdamParams(learning_rate=0.1))
+        trainer.save_sampler(tmp_path / f"{_}")
+    assert str(ask(tmp_path / "2")) != str(first)
+    assert str(ask(tmp_path / "first")) == str(first)
+    trainer.create(FULL)
+    assert str(ask(tmp_path / "first")) == str(first)
+    assert str(ask(None)) == str(base)
+
+
+def test_stops_end_a_sample_and_remain_in_it(make):
+    trainer = make()
+    whole = Source([dataclasses.replace(PROMPT, num_samples=1, max_tokens=10, temperature=0.0)])
+    trainer.sample(None, whole)
+    (sample,) = whole.results["0.0"].samples
+    token = sample.tokens[2]
+    first = sample.tokens.index(token)
+    by_token = dataclasses.replace(PROMPT, num_samples=1, max_tokens=10, temperature=0.0, stop=(token,))
+    source = Source([by_token])
+    trainer.sample(None, source)
+    (cut,) = source.results["0.0"].samples
+    assert cut.tokens == sample.tokens[: first + 1]
+    assert cut.logprobs == sample.logprobs[: first + 1]
+    assert cut.stopped
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": ()},
+        {"prompt": (VOCAB,)},
+        {"prompt": (-1,)},
+        {"prompt": (1,) * CONTEXT},
+        {"max_tokens": 0},
+        {"num_samples": 0},
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"stop": ()},
+        {"topk_prompt_logprobs": 3},
+    ],
+)
+def test_bad_samples_are_refused_and_others_are_answered(make, change: dict[str, object]):
+    source = Source([dataclasses.replace(PROMPT, **change), PROMPT])
+    make().sample(None, source)
+    assert isinstance(source.results["0.0"], RequestError)
+    assert len(source.results["0.1"].samples) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_fn": "gspo"},
+        {"config": {"clip": 1.0}},
+        {"loss_fn": "dro", "config": {}},
+        {"config": {}, "loss_fn": "ppo"},
+        {"data": (Datum(np.zeros(0, np.int32), {"target_tokens": np.zeros(0, np.int64)}),)},
+        {"data": (Datum(np.array([VOCAB], np.int32), {"target_tokens": np.array([1])}),)},
+        {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([-1])}),)},
+        {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([1, 2])}),)},
+        {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([1]), "weights": np.array([np.nan])}),)},
+        {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([1]), "mask": np.array([1.0])}),)},
+        {"data": (Datum(np.array([1], np.int32), {"weights": np.array([1.0])}),)},
+        {"data": (Datum(np.ones(CONTEXT + 1, np.int32), {"target_tokens": np.ones(CONTEXT + 1, np.int64)}),)},
+    ],
+)
+def test_bad_data_change_nothing(make, change: dict[str, object]):
+    trainer = make()
+    with pytest.raises(RequestError):
+        trainer.forward_backward(request(**{"data": random_data(2, "cross_entropy"), **change}))
+    assert not any(leaf.any() for leaf in gradient_of(trainer))
+
+
+def test_gradient_that_is_not_finite_changes_no_weights(make):
+    trainer, data = make(), random_data(3, "cross_entropy")
+    huge = tuple(
+        datum._replace(inputs={**datum.inputs, "weights": np.full(len(datum.tokens), 3e38, np.float32)})
+        for datum in data
+    )
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state.trained)]
+    trainer.forward_backward(request(huge))
+    with pytest.raises(RequestError):
+        trainer.optim_step(AdamParams())
+    assert not any(leaf.any() for leaf in gradient_of(trainer))
+    for left, right in zip(jax.tree.leaves(trainer._state.trained), before, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_adam_is_that_of_torch(make):
+    torch = pytest.importorskip("torch")
+    trainer, rng = make(), np.random.default_rng(0)
+    leaves = jax.tree.leaves(trainer._state.trained)
+    parameters = [torch.nn.Parameter(torch.tensor(np.asarray(leaf))) for leaf in leaves]
+    optimizer = torch.optim.AdamW(parameters)
+    for _ in range(20):
+        trainer.forward_backward(request(random_data(3, "cross_entropy", seed=int(rng.integers(1000)))))
+        params = AdamParams(
+            learning_rate=float(rng.uniform(1e-4, 1e-2)),
+            beta1=float(rng.uniform(0.5, 0.95)),
+            beta2=float(rng.uniform(0.9, 0.999)),
+            eps=float(rng.choice([1e-12, 1e-4])),
+            weight_decay=float(rng.uniform(0, 0.5)),
+            grad_clip_norm=float(rng.choice([0.0, 5.0])),
+        )
+        for parameter, gradient in zip(parameters, gradient_of(trainer), strict=True):
+            parameter.grad = torch.tensor(gradient)
+        if params.grad_clip_norm:
+            torch.nn.utils.clip_grad_norm_(parameters, params.grad_clip_norm)
+        for group in optimizer.param_groups:
+            group.update(
+                lr=params.learning_rate,
+                betas=(params.beta1, params.beta2),
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+            )
+        optimizer.step()
+        trainer.optim_step(params)
+        for leaf, parameter in zip(jax.tree.leaves(trainer._state.trained), parameters, strict=True):
+            np.testing.assert_allclose(leaf, parameter.detach().numpy(), atol=1e-5)
+
+
+def test_settings_and_lengths_compile_few_programs(make):
+    trainer = make()
+    before = trainer.num_programs
+    for seed in range(4):
+        for loss in ("ppo", "cispo", "cross_entropy", "dro"):
+            trainer.forward_backward(request(random_data(3, loss, seed=seed), loss))
+    assert trainer.num_programs - before <= 1
