@@ -159,7 +159,8 @@ def test_forward_only_adds_no_gradient_and_gives_the_same_logprobs(make):
     assert not any(leaf.any() for leaf in gradient_of(trainer))
     second = trainer.forward_backward(request(data))
     for left, right in zip(first.logprobs, second.logprobs, strict=True):
-        np.testing.assert_array_equal(left, right)
+        # Another program, which rounds differently.
+        np.testing.assert_allclose(left, right, atol=2e-6)
 
 
 def test_infinite_ratio_of_a_token_without_advantage_is_no_nan(make):
