@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
+from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.attention_layers import context_shards
 from marin_rl.learner.base_weights import fingerprint
@@ -35,7 +36,7 @@ from marin_rl.learner.config import LoraConfig
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations
 from marin_rl.learner.placement import place
-from marin_rl.learner.policy_model import load_hf_policy
+from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec, with_config
 from marin_rl.learner.train_step import compiler_options
 from marin_rl.models.lora import Adapter, merge_adapter
@@ -44,6 +45,7 @@ from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.serving.engine import CALL_SECONDS
 from marin_rl.serving.text import ReplyReader
 from marin_rl.tinker_api.losses import TARGETS, LossSettings, check_datum, read_settings, token_terms
 from marin_rl.tinker_api.records import (
@@ -61,13 +63,16 @@ from marin_rl.tinker_api.records import (
 )
 from marin_rl.tinker_api.token_batch import Piece, TokenBatch, pack_data, row_length
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.types import Generation, StopReason
-from marin_rl.utils.devices.setup import platform_of
+from marin_rl.utils.devices.setup import platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.levanter_line import shard
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.levanter_line import max_positions, shard
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_CONTEXT = 4096
 LORA_ALPHA = 32.0
 """The API has no alpha: an adapter's product is multiplied by `LORA_ALPHA / rank`, as in other servers."""
 SHORTEST_ROW = 128
@@ -128,7 +133,7 @@ def adam_step(state: TrainState, params: AdamArguments) -> tuple[TrainState, dic
     p ← p - lr · wd · p - lr · m / (1 - β1ᵗ) / (√(v / (1 - β2ᵗ)) + ε)
     ```
 
-    This is AdamW of torch (Loshchilov & Hutter 2019). If `g` has NaN or infinity, only the sum is zeroed.
+    This is AdamW of torch (Loshchilov & Hutter 2019). If `g` has NaN or infinity, nothing changes.
     """
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(state.gradient)))
     clip = jnp.where(params.grad_clip_norm > 0, params.grad_clip_norm, jnp.inf)
@@ -152,7 +157,7 @@ def adam_step(state: TrainState, params: AdamArguments) -> tuple[TrainState, dic
     trained, mean, square = (
         jax.tree.unflatten(jax.tree.structure(tree), list(new)) for tree, new in zip(trees, updated, strict=False)
     )
-    gradient = jax.tree.map(jnp.zeros_like, state.gradient)
+    gradient = jax.tree.map(lambda leaf: jnp.where(finite, 0.0, leaf), state.gradient)
     new_state = TrainState(trained, mean, square, jnp.where(finite, steps, state.steps), gradient)
     return new_state, {"grad_norm": norm}
 
@@ -291,6 +296,32 @@ class Programs:
         return with_config(model, config, self._trainer)
 
 
+def open_trainer(model: str, *, max_context: int | None, max_seqs: int) -> "JaxTrainer":
+    """Start the devices of this process and load the base.
+
+    Args:
+        model: folder in Hugging Face format.
+        max_context: maximum number of tokens of a sequence; None for the positions of the model, up to 4,096.
+        max_seqs: number of samples that are decoded together.
+
+    Raises:
+        DeviceError: if a device is missing.
+        PolicyModelError: if the model cannot be loaded.
+        UserError: if `max_context` exceeds the number of the model's positions.
+    """
+    positions = max_positions(read_hf_architecture(model))
+    if max_context is not None and max_context > positions:
+        raise UserError(f"max_context is {max_context}, but the model has {positions} positions; lower it")
+    return JaxTrainer(
+        model,
+        TokenizerConfig(path=model).build(),
+        start_devices(TrainerConfig(), rows_per_device=1, alone=True),
+        max_context=max_context or min(positions, _DEFAULT_CONTEXT),
+        max_seqs=max_seqs,
+        call_seconds=CALL_SECONDS,
+    )
+
+
 class JaxTrainer:
     """Trains one model at a time, and samples from its versions and from the base; a `Trainer`."""
 
@@ -318,7 +349,8 @@ class JaxTrainer:
             PolicyModelError: if the model cannot be loaded.
         """
         self._model, self._tokenizer, self._trainer = model, tokenizer, trainer
-        self._max_context = max_context
+        self.max_context = max_context
+        """Maximum number of tokens of a datum or of a sample with its prompt."""
         self._base = load_hf_policy(model, tokenizer, trainer, None, trainer.mp.compute_dtype)
         self._kernel = attention_kernel(self._base.config, platform_of(trainer))
         self._longest_row = self._kernel.fit(max_context)
@@ -392,9 +424,9 @@ class JaxTrainer:
         settings = read_settings(request)
         for index, datum in enumerate(request.data):
             check_datum(datum, index, request, self.vocab_size)
-            if len(datum.tokens) > self._max_context:
+            if len(datum.tokens) > self.max_context:
                 raise RequestError(
-                    f"datum {index} has {len(datum.tokens)} tokens; the server takes at most {self._max_context} "
+                    f"datum {index} has {len(datum.tokens)} tokens; the server takes at most {self.max_context} "
                     "(--max_context)"
                 )
         scored: list[tuple[Piece, jax.Array, jax.Array]] = []
@@ -415,7 +447,7 @@ class JaxTrainer:
         """Apply the sum of the gradients; see `adam_step`.
 
         Raises:
-            RequestError: if a setting is out of range. Also if the gradient is not finite: the sum is then zeroed.
+            RequestError: if a setting is out of range, or the gradient is not finite; nothing changes.
         """
         state = self._require_model()
         bounds = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (0, math.inf)}
@@ -429,7 +461,8 @@ class JaxTrainer:
         norm = float(metrics["grad_norm"])
         if not math.isfinite(norm):
             raise RequestError(
-                f"the sum of the gradients has the norm {norm}; it was zeroed, and the weights are unchanged"
+                f"the sum of the gradients has the norm {norm}, so that no step is possible; nothing was changed. Load a "
+                "checkpoint, which drops the sum"
             )
         return {"grad_norm": norm}
 
@@ -566,7 +599,7 @@ class JaxTrainer:
         return True
 
     def _check_sample(self, params: SampleParams) -> None:
-        room = self._max_context - len(params.prompt)
+        room = self.max_context - len(params.prompt)
         if not params.prompt:
             raise RequestError("the prompt is empty; it must have at least one token")
         if min(params.prompt) < 0 or max(params.prompt) >= self.vocab_size:
@@ -574,7 +607,7 @@ class JaxTrainer:
         if room < 1:
             raise RequestError(
                 f"the prompt has {len(params.prompt)} tokens, which leaves no room in the context of "
-                f"{self._max_context} (--max_context)"
+                f"{self.max_context} (--max_context)"
             )
         if params.max_tokens is not None and params.max_tokens < 1:
             raise RequestError(f"max_tokens is {params.max_tokens}; it must be at least 1")

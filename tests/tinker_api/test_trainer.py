@@ -324,7 +324,6 @@ def test_gradient_that_is_not_finite_changes_no_weights(make):
     trainer.forward_backward(request(huge))
     with pytest.raises(RequestError):
         trainer.optim_step(AdamParams())
-    assert not any(leaf.any() for leaf in gradient_of(trainer))
     for left, right in zip(jax.tree.leaves(trainer._state.trained), before, strict=True):
         np.testing.assert_array_equal(left, right)
 

@@ -1,0 +1,123 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Serve training over the Tinker protocol: `python -m marin_rl.tinker --model models/smollm2-135m-instruct`."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from marin_rl.config.command_line import parse_config, run_command
+from marin_rl.utils.errors import UserError
+from marin_rl.utils.output import escape_line, go_on_without_output
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.fields import is_loopback, local_path
+from marin_rl.utils.user_code import require_extra
+
+
+@dataclasses.dataclass(frozen=True)
+class TinkerConfig(ConfigSection):
+    """A server of the Tinker protocol, which trains one model at a time for the loops of other packages."""
+
+    model: str
+    """Folder of the base model in Hugging Face format, such as the `hf` of a run."""
+    names: tuple[str, ...] = ()
+    """Further names of the model for clients, such as one that decides about a recipe's chat format; `model` itself is
+    always one."""
+    folder: str = "runs/tinker"
+    """Folder of checkpoints, and of what a restart needs. A server that is started again with it goes on."""
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines can reach requires an API key."""
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    """Port to listen on; 0 for any free one."""
+    api_key_env: str = "MARIN_RL_TINKER_KEY"
+    """Environment variable with the API key, which clients have in `TINKER_API_KEY` and which begins with `tml-`. If it
+    is not set, any key is accepted."""
+    max_context: Annotated[int, Ge(2)] | None = None
+    """Maximum number of tokens of a sequence; null: the model's positions, up to 4,096."""
+    max_seqs: Annotated[int, Ge(1)] = 64
+    """Number of samples that are decoded together."""
+    client_seconds: Annotated[float, Gt(0), Lt(10**6)] = 60.0
+    """Seconds after which a client is disconnected that does not send the rest of a request."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        local_path(self.model, "model")
+        local_path(self.folder, "folder")
+
+
+def serve(config: TinkerConfig) -> None:
+    """Load the base and serve it until a signal.
+
+    Raises:
+        UserError: if a package is missing, the key that a public address requires, or the folder `model`; also if
+            `folder` belongs to another server or another base.
+        PolicyModelError: if the model cannot be loaded.
+        ValueError: if the address is not available.
+    """
+    require_extra("tinker", "marin_rl.tinker")
+    # Imported here because the extra is optional.
+    from marin_rl.serving.http_server import HttpServer, listen, url_of
+
+    key = os.environ.get(config.api_key_env) or None
+    if key is None and not is_loopback(config.host):
+        raise UserError(
+            f"host is {config.host!r}, which other machines can reach, but {config.api_key_env} is not set; set it to "
+            "a secret key that begins with tml-, or use host 127.0.0.1"
+        )
+    if not Path(config.model).is_dir():
+        raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
+    # Before the weights are loaded, which may take minutes.
+    go_on_without_output()
+    with listen(config.host, config.port, config.client_seconds) as listener:
+        print(f"loading the weights of {escape_line(config.model)}", file=sys.stderr, flush=True)
+        # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+        from marin_rl.tinker_api.checkpoints import ServedModel
+        from marin_rl.tinker_api.endpoints import TinkerApp
+        from marin_rl.tinker_api.service import Service
+        from marin_rl.tinker_api.trainer import open_trainer
+        from marin_rl.utils.devices.setup import exempt_from_collection
+
+        trainer = open_trainer(config.model, max_context=config.max_context, max_seqs=config.max_seqs)
+        base = ServedModel(
+            (config.model, *config.names),
+            trainer.base_fingerprint,
+            trainer.max_context,
+            str(Path(config.model).absolute()),
+        )
+        service = Service(trainer, Path(config.folder), base)
+        app = TinkerApp(service, base, key=key, client_seconds=config.client_seconds)
+        server = HttpServer(app.app(), config.client_seconds)
+        print(
+            f"serving {escape_line(config.model)} to clients of Tinker at {url_of(listener)} ({trainer.max_context} "
+            f"tokens of context, {'with' if key else 'any'} API key)",
+            flush=True,
+        )
+        with exempt_from_collection():
+            server.run(service, listener)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program name; None for `sys.argv`.
+
+    Returns:
+        Exit status: 0 after SIGTERM or Ctrl-C, 1 after an error, 130 if it is interrupted while it loads.
+    """
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    serve(parse_config(TinkerConfig, arguments).config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
