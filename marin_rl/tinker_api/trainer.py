@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.packing import RowLayout, choose_layout, count_microbatches
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.attention_layers import context_shards
@@ -39,7 +39,7 @@ from marin_rl.learner.placement import place
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec, with_config
 from marin_rl.learner.train_step import compiler_options
-from marin_rl.models.lora import Adapter, merge_adapter
+from marin_rl.models.lora import RANK, Adapter, merge_adapter
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
@@ -209,8 +209,8 @@ class Programs:
         """
         self._trainer, self._kernel, self._spec = trainer, kernel, spec
         self._block_size = LOGPROB_BLOCK_SIZE[platform_of(trainer)]
-        self.compiled: set[tuple[str, int, int]] = set()
-        """Purpose, row length and targets of a position of each program that has run."""
+        self.compiled: set[tuple[str | int, ...]] = set()
+        """Purpose, weights, rows, row length, and targets of a position of each program that has run."""
         options = {"axis_resources": trainer.parameter_axis_mapping}
         compiled = functools.partial(hax.named_jit, compiler_options=compiler_options(trainer.device_mesh), **options)
         self._add = cast(Any, compiled)(self._add_gradient, donate_args=(True, False, False, False))
@@ -228,7 +228,7 @@ class Programs:
         self, state: TrainState, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
     ) -> tuple[TrainState, jax.Array, jax.Array]:
         """Add the gradient of a microbatch to a state, which is donated; also return its log-probs and its loss."""
-        self._count("train", batch)
+        self._count("training", state.trained, batch)
         with self._trainer.use_device_mesh():
             return self._add(state, base, self._place(batch), settings)
 
@@ -236,7 +236,7 @@ class Programs:
         self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
     ) -> tuple[jax.Array, jax.Array]:
         """Return log-probs and loss of a microbatch."""
-        self._count("score" if trained is not None else "score base", batch)
+        self._count("scoring", trained, batch)
         with self._trainer.use_device_mesh():
             loss, logprobs = self._score(trained, base, self._place(batch), settings)
         return logprobs, loss
@@ -251,10 +251,16 @@ class Programs:
         with self._trainer.use_device_mesh():
             return self._merge(trained, base)
 
-    def _count(self, purpose: str, batch: TokenBatch) -> None:
-        key = purpose, batch.input_ids.axis_size("position"), batch.targets.axis_size("target")
+    def _count(self, purpose: str, trained: Any, batch: TokenBatch) -> None:
+        kind = "the base"
+        if isinstance(trained, Adapter):
+            kind = f"an adapter of rank {next(iter(trained.layers.values())).a.axis_size(RANK)}"
+        elif trained is not None:
+            kind = "all weights"
+        key = purpose, kind, *(batch.targets.axis_size(name) for name in ("batch", "position", "target"))
         if key not in self.compiled:
-            logger.info("compiling: %s, rows of %d positions, %d targets (%d programs)", *key, len(self.compiled) + 1)
+            number = len(self.compiled) + 1
+            logger.info("compiling program %d: %s %s, %d rows of %d positions with %d targets", number, *key)
             self.compiled.add(key)
 
     def _place(self, batch: TokenBatch) -> TokenBatch:
@@ -461,8 +467,8 @@ class JaxTrainer:
         norm = float(metrics["grad_norm"])
         if not math.isfinite(norm):
             raise RequestError(
-                f"the sum of the gradients has the norm {norm}, so that no step is possible; nothing was changed. Load a "
-                "checkpoint, which drops the sum"
+                f"the sum of the gradients has the norm {norm}, so that no step is possible; nothing was changed. Load "
+                "a checkpoint, which drops the sum"
             )
         return {"grad_norm": norm}
 
@@ -481,14 +487,22 @@ class JaxTrainer:
             return []
         longest = max(len(datum.tokens) for datum in data)
         length = self._kernel.fit(row_length(longest, SHORTEST_ROW, self._longest_row))
-        rows = max(TOKENS_PER_MICROBATCH[platform_of(self._trainer)] // length, 1) * self._trainer.data_axis_size
-        layout = RowLayout(length, rows, packed=True)
         of_width: dict[int, list[int]] = {}
         for index, datum in enumerate(data):
             of_width.setdefault(datum.inputs[TARGETS][0].size, []).append(index)
-        pad = self._tokenizer.pad_token_id
-        groups = (([data[index] for index in indices], indices) for indices in of_width.values())
-        return [piece for own, indices in groups for piece in pack_data(own, loss_fn, indices, layout, pad)]
+        pieces, pad = [], self._tokenizer.pad_token_id
+        for indices in of_width.values():
+            own = [data[index] for index in indices]
+            layout = RowLayout(length, self._rows(own, length), packed=True)
+            pieces += pack_data(own, loss_fn, indices, layout, pad)
+        return pieces
+
+    def _rows(self, data: Sequence[Datum], length: int) -> int:
+        """Return the rows of a microbatch: those that the data fill, rounded up to a power of two, within the limit."""
+        shards = self._trainer.data_axis_size
+        most = max(TOKENS_PER_MICROBATCH[platform_of(self._trainer)] // length, 1)
+        _, slots = choose_layout([[len(datum.tokens)] for datum in data], RowLayout(length, shards, packed=True))
+        return min(1 << (count_microbatches(slots) - 1).bit_length(), most) * shards
 
     @staticmethod
     def _unpack(data: Sequence[Datum], scored: Sequence[tuple[Piece, jax.Array]]) -> list[np.ndarray]:

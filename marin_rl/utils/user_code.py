@@ -239,6 +239,7 @@ PACKAGES = {
     "serve": _SERVER,
     "textarena": ("textarena",),
     "textworld": ("textworld",),
+    "tinker": (*_SERVER, "google.protobuf"),
     "verifiers": ("verifiers", *_SERVER),
 }
 """Modules that the code of an extra of this distribution imports, by extra."""
