@@ -20,6 +20,7 @@ from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.serve import ServeConfig
+from marin_rl.tinker import TinkerConfig
 from marin_rl.utils.settings.section_types import field_types, is_section
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -55,6 +56,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ReloadConfig": {"folder": "weights", "path": "hook.py", "function": "reload"},
     "RewardKlConfig": {"beta": 0.1},
     "ServeConfig": {"run": "run"},
+    "TinkerConfig": {"model": "model"},
     "PolicyReferenceConfig": {"weights": PolicyWeights.AVERAGE},
     "ReferencesByEnvironmentConfig": {"references": {"arithmetic": InitialReferenceConfig()}},
     "ServerReferenceConfig": {"base_url": "http://localhost", "model": "teacher"},
@@ -73,7 +75,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    for root in (TrainConfig, SftConfig, DpoConfig, EvaluateConfig, ServeConfig, LocalConfig, TpuConfig):
+    for root in (TrainConfig, SftConfig, DpoConfig, EvaluateConfig, ServeConfig, TinkerConfig, LocalConfig, TpuConfig):
         _collect(root, classes)
     return classes
 

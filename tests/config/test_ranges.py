@@ -27,6 +27,7 @@ RANGES = {
         SamplingConfig.max_seqs SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads
         SandboxConfig.workers ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences
         SlicesConfig.num_slices TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
+        TinkerConfig.max_seqs
         TextGameConfig.max_characters TextGameConfig.num_tasks TextWorldConfig.max_characters TextWorldConfig.num_tasks
         ToolLimits.max_calls ToolLimits.max_output TrainerConfig.model_axis_size TrainerConfig.profiler_num_steps
         TrainerConfig.profiler_start_step TrainerConfig.replica_dcn_axis_size TrainerConfig.replica_ici_axis_size
@@ -78,7 +79,7 @@ RANGES = {
         ExactKlConfig.mixture
     """,
     "above 0 and below 1000000": """
-        LoraConfig.alpha ServeConfig.client_seconds ServeConfig.drain_seconds
+        LoraConfig.alpha ServeConfig.client_seconds ServeConfig.drain_seconds TinkerConfig.client_seconds
     """,
     "above 0, or null": """
         CriticConfig.clip SamplingConfig.max_cache_gib
@@ -87,7 +88,7 @@ RANGES = {
         HuggingFaceConfig.held_out JsonlConfig.held_out
     """,
     "from 0 to 65535": """
-        ServeConfig.port WeightTransferConfig.port
+        ServeConfig.port WeightTransferConfig.port TinkerConfig.port
     """,
     "above 0 and at most 1000000000": """
         RolloutConfig.max_seconds
@@ -120,7 +121,7 @@ RANGES = {
         CheckpointConfig.keep_last
     """,
     "at least 2, or null": """
-        ServeConfig.max_context
+        ServeConfig.max_context TinkerConfig.max_context
     """,
     "at least 2, or use filter: {type: drop}": """
         ResampleGroupsConfig.max_batches
