@@ -85,6 +85,7 @@ class TinkerApp:
             ("waiting_operations", "Training operations that have not run."),
             ("result_bytes", "Bytes of results that are kept."),
             ("journal_bytes", "Bytes of the journal."),
+            ("programs", "Compiled programs of training and scoring."),
         ):
             gauge = prometheus.Gauge(f"marin_rl_tinker_{name}", text, registry=registry)
             gauge.set_function(lambda name=name: service.counts()[name])

@@ -145,6 +145,11 @@ class Trainer(Protocol):
     nothing.
     """
 
+    @property
+    def num_programs(self) -> int:
+        """Number of compiled programs of `forward_backward`."""
+        ...
+
     def create(self, spec: ModelSpec) -> None:
         """Begin training: a new adapter, or the base weights, without gradient and moments. Replaces a former model."""
         ...

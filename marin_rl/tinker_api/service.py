@@ -45,7 +45,7 @@ class Service:
         Raises:
             UserError: if another server uses the folder, or if the folder belongs to another base model.
         """
-        self._state, self._limits = ServerState(folder, base), limits
+        self._state, self._limits, self._trainer = ServerState(folder, base), limits, trainer
         self._thread = TrainerThread(self._state, trainer, limits, self._fail, lambda number: self.on_sampled(number))
         self.checkpoints = self._state.checkpoints
         self.failure: Exception | None = None
@@ -360,6 +360,7 @@ class Service:
                 "waiting_operations": sum(len(model.queue) for model in self._state.models.values()),
                 "result_bytes": self._state.result_bytes,
                 "journal_bytes": self._state.journal.size,
+                "programs": self._trainer.num_programs,
             }
 
     def _check_open(self) -> None:

@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import math
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -365,8 +366,8 @@ class JaxTrainer:
         self._spec: ModelSpec | None = None
         self._state: TrainState | None = None
         self._programs = self._make_programs(None)
-        self._loaded: collections.OrderedDict[Path | None, Any] = collections.OrderedDict()
-        """Weights of samplers in memory, the last used last: `None` for the base."""
+        self._loaded: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        """Weights of samplers in memory, the last used last, by the id in their checkpoint."""
         self._sampler = GroupSampler(
             self._base,
             config=SamplingConfig(max_new_tokens=max_context - 1, max_seqs=max_seqs),
@@ -375,7 +376,8 @@ class JaxTrainer:
             trainer=trainer,
             call_seconds=call_seconds,
         )
-        self._sampled: Path | None = None
+        self._sampled: str | None = ""
+        """Id of the weights in the sampler; None for the base, and empty at the start."""
         self._version = 0
 
     @functools.cached_property
@@ -520,14 +522,16 @@ class JaxTrainer:
 
     def save(self, folder: Path) -> None:
         """Write the state; see `Trainer.save`."""
-        self._write(folder, self._require_model())
+        self._write(folder, self._require_model(), secrets.token_hex(16))
 
     def save_sampler(self, folder: Path) -> None:
         """Write the trained weights; see `Trainer.save_sampler`."""
         # A copy, because the next step donates them.
         trained = jax.tree.map(jnp.copy, self._require_model().trained)
-        self._write(folder, _SamplerWeights(trained))
-        self._keep(folder, trained)
+        # The folder may be renamed, and another one may have its name later.
+        id = secrets.token_hex(16)
+        self._write(folder, _SamplerWeights(trained), id)
+        self._keep(id, trained)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Read a state; see `Trainer.load`."""
@@ -545,11 +549,11 @@ class JaxTrainer:
             raise RequestError(f"{folder.name} cannot be loaded into this model: {error}") from error
         self._state = loaded
 
-    def _write(self, folder: Path, tree: Any) -> None:
+    def _write(self, folder: Path, tree: Any, id: str) -> None:
         checkpoints = Checkpoints(folder, CheckpointConfig())
-        progress = {"spec": dataclasses.asdict(cast(ModelSpec, self._spec)), "base": self.base_fingerprint}
+        spec = dataclasses.asdict(cast(ModelSpec, self._spec))
         try:
-            checkpoints.save(tree, 0, progress)
+            checkpoints.save(tree, 0, {"id": id, "spec": spec, "base": self.base_fingerprint})
         finally:
             checkpoints.close()
 
@@ -562,33 +566,34 @@ class JaxTrainer:
             raise RequestError(f"{folder.name} was trained on another base model than {self._model}")
         return checkpoint
 
-    def _keep(self, folder: Path, trained: Any) -> None:
+    def _keep(self, id: str, trained: Any) -> None:
         """Keep weights of a sampler in memory, the last few."""
-        self._loaded[folder] = trained
-        self._loaded.move_to_end(folder)
+        self._loaded[id] = trained
+        self._loaded.move_to_end(id)
         while len(self._loaded) > SAMPLERS_IN_MEMORY:
             self._loaded.popitem(last=False)
 
-    def _weights(self, folder: Path | None) -> Any:
-        """Return the trained weights of a sampler; None for the base."""
+    def _weights(self, folder: Path | None) -> tuple[str | None, Any]:
+        """Return id and trained weights of a sampler; None and None for the base."""
         if folder is None:
-            return None
-        if folder not in self._loaded:
-            checkpoint = self._open(folder)
+            return None, None
+        checkpoint = self._open(folder)
+        id = checkpoint.progress["id"]
+        if id not in self._loaded:
             spec = ModelSpec(**checkpoint.progress["spec"])
-            self._keep(folder, checkpoint.restore(self._policy_spec(spec).trained_policy, self._trainer, "trained"))
-        self._loaded.move_to_end(folder)
-        return self._loaded[folder]
+            self._keep(id, checkpoint.restore(self._policy_spec(spec).trained_policy, self._trainer, "trained"))
+        self._loaded.move_to_end(id)
+        return id, self._loaded[id]
 
     # Sampling.
 
     def sample(self, folder: Path | None, source: SampleSource) -> None:
         """Answer requests until none waits; see `Trainer.sample`."""
-        trained = self._weights(folder)
-        if self._sampled != folder or not self._version:
+        id, trained = self._weights(folder)
+        if self._sampled != id:
             self._version += 1
             self._sampler.update_weights(self._programs.merge(trained, self._base_of(trained)), self._version)
-            self._sampled = folder
+            self._sampled = id
         replies = _Replies(self._sampler, self._tokenizer, source)
         try:
             while True:

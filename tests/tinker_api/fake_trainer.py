@@ -41,6 +41,10 @@ class FakeTrainer:
         self.values = {"weight": 0.0, "gradient": 0.0, "steps": 0.0}
         self.prompts: list[tuple[int, ...]] = []
 
+    @property
+    def num_programs(self) -> int:
+        return 1
+
     def create(self, spec: ModelSpec) -> None:
         self.log.append(("create", spec.lora_rank))
         self.values = {"weight": 1.0 + spec.lora_rank, "gradient": 0.0, "steps": 0.0}

@@ -32,6 +32,7 @@ from marin_rl.tinker_api.records import (
 from marin_rl.tinker_api.trainer import JaxTrainer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from tests.tinker_api.wire import Wire, serving
 from tests.tiny_learner import VOCAB, make_model, make_trainer
 
 FULL = ModelSpec(lora_rank=0, seed=0, train_unembed=True, train_mlp=True, train_attn=True)
@@ -328,39 +329,6 @@ def test_gradient_that_is_not_finite_changes_no_weights(make):
         np.testing.assert_array_equal(left, right)
 
 
-def test_adam_is_that_of_torch(make):
-    torch = pytest.importorskip("torch")
-    trainer, rng = make(), np.random.default_rng(0)
-    leaves = jax.tree.leaves(trainer._state.trained)
-    parameters = [torch.nn.Parameter(torch.tensor(np.asarray(leaf))) for leaf in leaves]
-    optimizer = torch.optim.AdamW(parameters)
-    for _ in range(20):
-        trainer.forward_backward(request(random_data(3, "cross_entropy", seed=int(rng.integers(1000)))))
-        params = AdamParams(
-            learning_rate=float(rng.uniform(1e-4, 1e-2)),
-            beta1=float(rng.uniform(0.5, 0.95)),
-            beta2=float(rng.uniform(0.9, 0.999)),
-            eps=float(rng.choice([1e-12, 1e-4])),
-            weight_decay=float(rng.uniform(0, 0.5)),
-            grad_clip_norm=float(rng.choice([0.0, 5.0])),
-        )
-        for parameter, gradient in zip(parameters, gradient_of(trainer), strict=True):
-            parameter.grad = torch.tensor(gradient)
-        if params.grad_clip_norm:
-            torch.nn.utils.clip_grad_norm_(parameters, params.grad_clip_norm)
-        for group in optimizer.param_groups:
-            group.update(
-                lr=params.learning_rate,
-                betas=(params.beta1, params.beta2),
-                eps=params.eps,
-                weight_decay=params.weight_decay,
-            )
-        optimizer.step()
-        trainer.optim_step(params)
-        for leaf, parameter in zip(jax.tree.leaves(trainer._state.trained), parameters, strict=True):
-            np.testing.assert_allclose(leaf, parameter.detach().numpy(), atol=1e-5)
-
-
 def test_settings_and_lengths_compile_few_programs(make):
     trainer = make()
     before = trainer.num_programs
@@ -368,3 +336,33 @@ def test_settings_and_lengths_compile_few_programs(make):
         for loss in ("ppo", "cispo", "cross_entropy", "dro"):
             trainer.forward_backward(request(random_data(3, loss, seed=seed), loss))
     assert trainer.num_programs - before <= 1
+
+
+def test_a_server_that_starts_again_has_the_same_weights(make, tmp_path: Path):
+    """The weights, the open sum of gradients and the samples are those of a server that went on."""
+
+    def begin(url: str) -> str:
+        wire = Wire(url)
+        asked = {"model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4, "seed": 1}}
+        model = wire.result(wire.post("create_model", session_id=wire.session(), **asked)["request_id"])["model_id"]
+        for seq, tokens in ((1, [[5, 6, 7], [8]]), (3, [[9, 10]])):
+            wire.result(wire.forward_backward(model, seq, tokens).json()["request_id"])
+            if seq == 1:
+                wire.step(model, 2, rate=0.1)
+        return model
+
+    def end(url: str, model: str) -> tuple[float, bytes]:
+        wire = Wire(url)
+        norm = wire.step(model, 4, rate=0.1)["grad_norm"]
+        save = wire.operate("save_weights_for_sampler", model, 5, sampling_session_seq_id=0)
+        sampler = wire.result(save)["sampling_session_id"]
+        params = {"max_tokens": 5, "seed": 1}
+        return norm, wire.result(wire.sample(sampler, sampling_params=params, num_samples=2))
+
+    with serving(tmp_path / "whole", make()) as (url, _):
+        wanted = end(url, begin(url))
+    with serving(tmp_path / "stopped", make()) as (url, _):
+        model = begin(url)
+    with serving(tmp_path / "stopped", make()) as (url, service):
+        assert end(url, model) == wanted
+        assert service.counts()["programs"] > 0
