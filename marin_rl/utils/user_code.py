@@ -259,12 +259,20 @@ def require_extra(extra: str, needed_by: str) -> None:
     Raises:
         MissingPackageError: if one is not.
     """
-    missing = [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES[extra] if not _is_installed(name)]
     if missing:
         raise MissingPackageError(
             f"{needed_by} needs packages that are not installed ({', '.join(missing)}); install the extra: "
             f"pip install 'marin_rl[{extra}]'"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # The package that contains it is missing.
+        return False
 
 
 INHERITED = (

@@ -234,8 +234,8 @@ def with_nan(folder: Path) -> None:
         ({"targets": ["q_proj", "up_proj"]}, None, "lora.targets or the model lack base_model.model.model.layers"),
         ({"targets": ["q_proj", "o_proj", "up_proj", "v_proj"]}, None, "the files lack base_model.model.model.layers"),
         ({"targets": ["q_prj"]}, None, "'q_prj' names no linear layer"),
-        ({"adapter": "absent"}, None, "lora.adapter is 'absent', which has no adapter_config.json"),
-        ({}, lambda folder: (folder / WEIGHTS).unlink(), "is missing or damaged: there is no such file"),
+        ({"adapter": "absent"}, None, "adapter_config.json of the adapter in 'absent' cannot be read"),
+        ({}, lambda folder: (folder / WEIGHTS).unlink(), "is missing or damaged: the file does not exist"),
         ({}, without_the_last_tensor, "the files lack"),
     ],
 )  # fmt: skip

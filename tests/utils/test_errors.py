@@ -17,7 +17,8 @@ from marin_rl.utils.errors import MAX_FRAMES, USER_ERRORS, Closing, explain
 from marin_rl.utils.user_code import UserFileError, load_from_file
 
 INTERNAL = {
-    *("ToolError", "ToolTimeoutError", "EpisodeEndedError", "ApiError"),  # reported to the policy, agents or clients
+    # Reported to the policy, agents or clients.
+    *("ToolError", "ToolTimeoutError", "EpisodeEndedError", "ApiError", "RequestError"),
     *("EnvironmentFault", "ForeignError", "AgentError", "GameError", "OpenEnvServerError"),  # fail a rollout
     *("NoAnswerError", "RewardCallError", "RewardFunctionError", "_RetryableError", "VerdictError", "WorkerLostError"),
     *("OutputError", "HelpShown", "StopRequestedError"),  # end a command, a check or a step

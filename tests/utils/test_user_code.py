@@ -63,13 +63,14 @@ def test_errors_name_the_cause(tmp_path: Path, name: str, text: str | None, mess
 
 
 def modules_of(requirements: list[str]) -> set[str]:
-    """Modules of requirements whose packages have the same name, extras of this package included."""
+    """Modules of requirements, extras of this package included; all but one package have the name of their module."""
     found: set[str] = set()
     for requirement in requirements:
         if own := re.match(r"marin_rl\[(\w+)\]", requirement):
             found |= modules_of(PYPROJECT["optional-dependencies"][own[1]])
         else:
-            found.add(re.split(r"[^\w-]", requirement)[0].replace("-", "_"))
+            name = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
+            found.add("google.protobuf" if name == "protobuf" else name)
     return found
 
 
