@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.tinker_api.records import ModelSpec, RequestError
-from marin_rl.utils.storage import open_atomically
+from marin_rl.utils.storage import open_atomically, sync
 
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}
 """The protocol's type of a checkpoint by its folder."""
@@ -171,7 +171,7 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         for parent in (folder.parent, folder.parent.parent, self._folder):
-            _sync(parent)
+            sync(parent)
 
     def write_run(self, model: str, run: Mapping[str, Any]) -> None:
         """Write the description of a model that is trained."""
@@ -270,8 +270,8 @@ def sync_folder(folder: Path) -> int:
         for name in names:
             file = Path(parent, name)
             size += file.stat().st_size
-            _sync(file)
-        _sync(Path(parent))
+            sync(file)
+        sync(Path(parent))
     return size
 
 
@@ -291,11 +291,3 @@ def now_text() -> str:
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

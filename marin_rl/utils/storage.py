@@ -173,7 +173,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_bytes(path: StoragePath, data: bytes) -> None:
@@ -200,8 +200,8 @@ def replace_folder(folder: Path, partial: Path) -> None:
         OSError: if the folder cannot be flushed or renamed; an existing one is not changed.
     """
     for path in partial.rglob("*"):
-        _sync(path)
-    _sync(partial)
+        sync(path)
+    sync(partial)
     # Removing a folder takes several operations, so it must have lost its name before.
     old = folder.with_name(f".{folder.name}.old.partial")
     remove(old)
@@ -213,7 +213,7 @@ def replace_folder(folder: Path, partial: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             old.rename(folder)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     remove(old)
 
 
@@ -404,7 +404,8 @@ def _delete(files: Collection[RemotePath]) -> None:
         list(threads.map(lambda file: file.unlink(missing_ok=True), files))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

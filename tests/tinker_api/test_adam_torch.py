@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marin_rl.tinker_api.trainer import AdamArguments, adam_step, new_state
+from marin_rl.tinker_api.adam import AdamArguments, adam_step, new_state
 
 torch = pytest.importorskip("torch")
 

@@ -1,0 +1,181 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The compiled programs of the trainer: log-probs of any targets, the loss, and its gradient.
+
+Every loss is the same program. Microbatches have a few shapes, so that the number of programs is bounded whatever
+clients send; `Programs.compiled` counts them.
+"""
+
+import dataclasses
+import functools
+import logging
+from typing import Any, cast
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
+from levanter.models.lm_model import LmConfig, LmHeadModel
+
+from marin_rl.learner.attention_kernel import AttentionKernel
+from marin_rl.learner.attention_layers import context_shards
+from marin_rl.learner.blocks import head_arrays, shards_of
+from marin_rl.learner.critic import assemble
+from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations
+from marin_rl.learner.placement import place
+from marin_rl.learner.policy_spec import PolicySpec, with_config
+from marin_rl.learner.train_step import compiler_options
+from marin_rl.models.lora import RANK, Adapter, merge_adapter
+from marin_rl.tinker_api.adam import AdamArguments, TrainState, adam_step, new_state
+from marin_rl.tinker_api.losses import LossSettings, token_terms
+from marin_rl.tinker_api.token_batch import TokenBatch
+from marin_rl.utils.devices.setup import platform_of
+from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.levanter_line import shard
+
+logger = logging.getLogger(__name__)
+
+LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+"""Positions on each device whose logits are in memory at once, by platform."""
+
+
+def target_logprobs(
+    model: LmHeadModel, batch: TokenBatch, trains: Bool[Array, "batch position target"], block_size: int
+) -> Float32[Array, "batch position target"]:
+    """Compute the log-probs of the targets at temperature 1, 0 off `batch.scored`; the head runs once for every target.
+
+    Args:
+        model: the model, in compute precision.
+        batch: tokens and targets.
+        trains: targets whose log-probs have a gradient.
+        block_size: positions whose logits are in memory at once.
+    """
+    Batch, Pos, Target = batch.targets.axes
+    activations, lm_head = head_arrays(policy_activations(model, batch), model.get_lm_head(), (Batch, Pos))
+    flat = (Batch.size, Pos.size * Target.size)
+
+    def score(activations: Array, lm_head: Array, mask: Array) -> Array:
+        logprobs, _ = blockwise_logprobs(
+            activations,
+            lm_head,
+            batch.targets.array.reshape(flat),
+            mask.reshape(flat),
+            temperature=1.0,
+            block_size=block_size,
+            shards=shards_of(Batch),
+            position_shards=context_shards(),
+        )
+        return logprobs.reshape(batch.targets.array.shape)
+
+    if Target.size > 1:
+        activations = jnp.repeat(activations, Target.size, axis=1)
+    constant = score(*jax.lax.stop_gradient((activations, lm_head)), batch.scored.array & ~trains)
+    return score(activations, lm_head, trains) + constant
+
+
+class Programs:
+    """The compiled programs of a model: one for each row length, number of targets, and purpose."""
+
+    def __init__(self, trainer: AbstractTrainerConfig, kernel: AttentionKernel, spec: PolicySpec) -> None:
+        """Compile nothing yet.
+
+        Args:
+            trainer: mesh, precision and sharding.
+            kernel: attention kernel.
+            spec: shapes of base and trained weights.
+        """
+        self._trainer, self._kernel, self._spec = trainer, kernel, spec
+        self._block_size = LOGPROB_BLOCK_SIZE[platform_of(trainer)]
+        self.compiled: set[tuple[str | int, ...]] = set()
+        """Purpose, weights, rows, row length, and targets of a position of each program that has run."""
+        options = {"axis_resources": trainer.parameter_axis_mapping}
+        compiled = functools.partial(hax.named_jit, compiler_options=compiler_options(trainer.device_mesh), **options)
+        self._add = cast(Any, compiled)(self._add_gradient, donate_args=(True, False, False, False))
+        self._score = cast(Any, compiled)(self._compute_loss)
+        self._step = cast(Any, compiled)(adam_step, donate_args=(True, False))
+        self._new = cast(Any, compiled)(new_state)
+        self._merge = cast(Any, compiled)(self._merge_weights)
+
+    def new_state(self, trained: Any) -> TrainState:
+        """Return the state before the first step; see `new_state`."""
+        with self._trainer.use_device_mesh():
+            return self._new(trained)
+
+    def add_gradient(
+        self, state: TrainState, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
+    ) -> tuple[TrainState, jax.Array, jax.Array]:
+        """Add the gradient of a microbatch to a state, which is donated; also return its log-probs and its loss."""
+        self._count("training", state.trained, batch)
+        with self._trainer.use_device_mesh():
+            return self._add(state, base, self._place(batch), settings)
+
+    def score(
+        self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return log-probs and loss of a microbatch."""
+        self._count("scoring", trained, batch)
+        with self._trainer.use_device_mesh():
+            loss, logprobs = self._score(trained, base, self._place(batch), settings)
+        return logprobs, loss
+
+    def step(self, state: TrainState, params: AdamArguments) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Apply the sum of the gradients of a state, which is donated; see `adam_step`."""
+        with self._trainer.use_device_mesh():
+            return self._step(state, params)
+
+    def merge(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
+        """Return the whole model in compute precision."""
+        with self._trainer.use_device_mesh():
+            return self._merge(trained, base)
+
+    def _count(self, purpose: str, trained: Any, batch: TokenBatch) -> None:
+        kind = "the base"
+        if isinstance(trained, Adapter):
+            kind = f"an adapter of rank {next(iter(trained.layers.values())).a.axis_size(RANK)}"
+        elif trained is not None:
+            kind = "all weights"
+        key = purpose, kind, *(batch.targets.axis_size(name) for name in ("batch", "position", "target"))
+        if key not in self.compiled:
+            number = len(self.compiled) + 1
+            logger.info("compiling program %d: %s %s, %d rows of %d positions with %d targets", number, *key)
+            self.compiled.add(key)
+
+    def _place(self, batch: TokenBatch) -> TokenBatch:
+        return place(batch, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
+
+    def _merge_weights(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
+        cast_to_compute = self._trainer.mp.cast_to_compute
+        whole = base if trained is None else merge_adapter(assemble(cast_to_compute(trained), base))
+        return cast_to_compute(whole)
+
+    def _add_gradient(
+        self, state: TrainState, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
+    ) -> tuple[TrainState, jax.Array, jax.Array]:
+        (loss, logprobs), gradient = eqx.filter_value_and_grad(self._compute_loss, has_aux=True)(
+            state.trained, base, batch, settings
+        )
+        gradient = shard(gradient, self._trainer.parameter_axis_mapping)
+        total = jax.tree.map(lambda old, new: old + new.astype(jnp.float32), state.gradient, gradient)
+        return dataclasses.replace(state, gradient=total), logprobs, loss
+
+    def _compute_loss(
+        self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the loss of a microbatch, and the log-probs of its targets."""
+        with hax.axis_mapping(self._trainer.compute_axis_mapping):
+            # Parameters of an adapter have no attention kernel.
+            trained, length = self._trainer.mp.cast_to_compute(trained), batch.input_ids.axis_size("position")
+            whole = self._with_rows(trained if base is None else base, length)
+            model = whole if trained is None or base is None else assemble(trained, whole)
+            # The penalty of `dro` has a gradient also where the advantage is 0.
+            trains = batch.scored.array & ((batch.factors.array != 0) | (settings.beta != 0))
+            logprobs = target_logprobs(model, batch, trains, self._block_size)
+            terms = token_terms(settings, logprobs, batch.factors.array, batch.old_logprobs.array)
+            return jnp.sum(jnp.where(batch.scored.array, terms, 0.0)), logprobs
+
+    def _with_rows(self, model: LmHeadModel, length: int) -> LmHeadModel:
+        """Return a model with the attention kernel of rows of a length."""
+        config = self._kernel.configure(cast(LmConfig, model.config), length)
+        return with_config(model, config, self._trainer)
