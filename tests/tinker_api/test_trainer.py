@@ -335,7 +335,8 @@ def test_settings_and_lengths_compile_few_programs(make):
     for seed in range(4):
         for loss in ("ppo", "cispo", "cross_entropy", "dro"):
             trainer.forward_backward(request(random_data(3, loss, seed=seed), loss))
-    assert trainer.num_programs - before <= 1
+    # Microbatches of 1, 2 or 4 rows.
+    assert trainer.num_programs - before <= 3
 
 
 def test_a_server_that_starts_again_has_the_same_weights(make, tmp_path: Path):
