@@ -19,6 +19,7 @@ from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.base_config import critic_of
 from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
 from marin_rl.config.train_config import SftConfig, TrainConfig
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
@@ -37,9 +38,6 @@ from marin_rl.utils.seeds import derive_seed
 
 Report = Callable[[str], None]
 """Receives progress messages of one line each."""
-
-LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
 
 
 @dataclasses.dataclass(frozen=True)

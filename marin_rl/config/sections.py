@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ROW_MULTIPLE = 128
 """The default length of a packed row is rounded up to a multiple of this."""
+LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
 TOKENS_PER_MICROBATCH = {"cpu": 768, "gpu": 8192, "tpu": 8192}
 """Positions of a microbatch on each device, by platform, if the config does not set the number of rows. On a CPU the
 activations of a small microbatch stay in the cache; an accelerator needs a large one to be busy."""

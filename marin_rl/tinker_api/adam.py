@@ -3,16 +3,16 @@
 
 """The state of training, and the optimizer: AdamW with settings of every step."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.models.lora import Adapter
+from marin_rl.tinker_api.records import AdamParams
 
 
 class TrainState(eqx.Module):
@@ -30,17 +30,6 @@ class TrainState(eqx.Module):
     """float32, sum of the gradients since the last step."""
 
 
-class AdamArguments(NamedTuple):
-    """`AdamParams` as arguments of a compiled program, so that no value compiles another."""
-
-    learning_rate: np.float32
-    beta1: np.float32
-    beta2: np.float32
-    eps: np.float32
-    weight_decay: np.float32
-    grad_clip_norm: np.float32
-
-
 def new_state(trained: Any) -> TrainState:
     """Return the state before the first step."""
 
@@ -50,7 +39,7 @@ def new_state(trained: Any) -> TrainState:
     return TrainState(trained, zeros(), zeros(), jnp.zeros((), jnp.int32), zeros(jnp.float32))
 
 
-def adam_step(state: TrainState, params: AdamArguments) -> tuple[TrainState, dict[str, jax.Array]]:
+def adam_step(state: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
     """Apply the sum of the gradients `g` to the weights `p`, and zero it.
 
     ```
@@ -59,7 +48,8 @@ def adam_step(state: TrainState, params: AdamArguments) -> tuple[TrainState, dic
     p ← p - lr · wd · p - lr · m / (1 - β1ᵗ) / (√(v / (1 - β2ᵗ)) + ε)
     ```
 
-    This is AdamW of torch (Loshchilov & Hutter 2019). If `g` has NaN or infinity, nothing changes.
+    This is AdamW of torch (Loshchilov & Hutter 2019). If `g` has NaN or infinity, nothing changes. The settings
+    are traced, so that no value compiles another program.
     """
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(state.gradient)))
     clip = jnp.where(params.grad_clip_norm > 0, params.grad_clip_norm, jnp.inf)

@@ -19,26 +19,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
+from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.attention_kernel import AttentionKernel
 from marin_rl.learner.attention_layers import context_shards
 from marin_rl.learner.blocks import head_arrays, shards_of
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations
 from marin_rl.learner.placement import place
-from marin_rl.learner.policy_spec import PolicySpec, with_config
+from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import compiler_options
 from marin_rl.models.lora import RANK, Adapter, merge_adapter
-from marin_rl.tinker_api.adam import AdamArguments, TrainState, adam_step, new_state
+from marin_rl.tinker_api.adam import TrainState, adam_step, new_state
 from marin_rl.tinker_api.losses import LossSettings, token_terms
+from marin_rl.tinker_api.records import AdamParams
 from marin_rl.tinker_api.token_batch import TokenBatch
 from marin_rl.utils.devices.setup import platform_of
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.levanter_line import shard
 
 logger = logging.getLogger(__name__)
-
-LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""Positions on each device whose logits are in memory at once, by platform."""
 
 
 def target_logprobs(
@@ -78,25 +77,27 @@ def target_logprobs(
 class Programs:
     """The compiled programs of a model: one for each row length, number of targets, and purpose."""
 
-    def __init__(self, trainer: AbstractTrainerConfig, kernel: AttentionKernel, spec: PolicySpec) -> None:
+    def __init__(self, trainer: AbstractTrainerConfig, kernel: AttentionKernel) -> None:
         """Compile nothing yet.
 
         Args:
             trainer: mesh, precision and sharding.
             kernel: attention kernel.
-            spec: shapes of base and trained weights.
         """
-        self._trainer, self._kernel, self._spec = trainer, kernel, spec
+        self._trainer, self._kernel = trainer, kernel
         self._block_size = LOGPROB_BLOCK_SIZE[platform_of(trainer)]
         self.compiled: set[tuple[str | int, ...]] = set()
         """Purpose, weights, rows, row length, and targets of a position of each program that has run."""
-        options = {"axis_resources": trainer.parameter_axis_mapping}
-        compiled = functools.partial(hax.named_jit, compiler_options=compiler_options(trainer.device_mesh), **options)
-        self._add = cast(Any, compiled)(self._add_gradient, donate_args=(True, False, False, False))
-        self._score = cast(Any, compiled)(self._compute_loss)
-        self._step = cast(Any, compiled)(adam_step, donate_args=(True, False))
-        self._new = cast(Any, compiled)(new_state)
-        self._merge = cast(Any, compiled)(self._merge_weights)
+        compiled = functools.partial(
+            cast(Any, hax.named_jit),
+            axis_resources=trainer.parameter_axis_mapping,
+            compiler_options=compiler_options(trainer.device_mesh),
+        )
+        self._add = compiled(self._add_gradient, donate_args=(True, False, False, False))
+        self._score = compiled(self._compute_loss)
+        self._step = compiled(adam_step, donate_args=(True, False))
+        self._new = compiled(new_state)
+        self._merge = compiled(self._merge_weights)
 
     def new_state(self, trained: Any) -> TrainState:
         """Return the state before the first step; see `new_state`."""
@@ -120,13 +121,13 @@ class Programs:
             loss, logprobs = self._score(trained, base, self._place(batch), settings)
         return logprobs, loss
 
-    def step(self, state: TrainState, params: AdamArguments) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(self, state: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
         """Apply the sum of the gradients of a state, which is donated; see `adam_step`."""
         with self._trainer.use_device_mesh():
             return self._step(state, params)
 
     def merge(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
-        """Return the whole model in compute precision."""
+        """Return the whole model of trained weights in compute precision."""
         with self._trainer.use_device_mesh():
             return self._merge(trained, base)
 
@@ -147,8 +148,7 @@ class Programs:
 
     def _merge_weights(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
         cast_to_compute = self._trainer.mp.cast_to_compute
-        whole = base if trained is None else merge_adapter(assemble(cast_to_compute(trained), base))
-        return cast_to_compute(whole)
+        return cast_to_compute(merge_adapter(assemble(cast_to_compute(trained), base)))
 
     def _add_gradient(
         self, state: TrainState, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings

@@ -51,8 +51,7 @@ class LossOutputs(NamedTuple):
     """By `name:reduction`, among them `loss:sum`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamParams:
+class AdamParams(NamedTuple):
     """Settings of one step of AdamW."""
 
     learning_rate: float = 1e-4

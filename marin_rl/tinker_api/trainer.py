@@ -23,6 +23,7 @@ import numpy as np
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout, choose_layout, count_microbatches
+from marin_rl.config.sections import TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.base_weights import fingerprint
@@ -35,7 +36,7 @@ from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.engine import CALL_SECONDS
-from marin_rl.tinker_api.adam import AdamArguments, TrainState, new_state
+from marin_rl.tinker_api.adam import TrainState, new_state
 from marin_rl.tinker_api.losses import TARGETS, check_datum, read_settings
 from marin_rl.tinker_api.programs import Programs
 from marin_rl.tinker_api.records import (
@@ -62,8 +63,6 @@ LORA_ALPHA = 32.0
 """The API has no alpha: an adapter's product is multiplied by `LORA_ALPHA / rank`, as in other servers."""
 SHORTEST_ROW = 128
 """Positions of the shortest rows."""
-TOKENS_PER_MICROBATCH = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
-"""Positions of a microbatch on each data-parallel device, by platform, unless one row has more."""
 _TARGETS = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "train_mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -142,7 +141,7 @@ class JaxTrainer:
         """Number of tokens of the model."""
         self._spec: ModelSpec | None = None
         self._state: TrainState | None = None
-        self._programs = self._make_programs(None)
+        self._programs = Programs(trainer, self._kernel)
         self._loaded: collections.OrderedDict[str, Any] = collections.OrderedDict()
         """Weights of samplers in memory, the last used last, by the id in their checkpoint."""
         self._sampler = GroupSampler(
@@ -153,8 +152,8 @@ class JaxTrainer:
             trainer=trainer,
             call_seconds=call_seconds,
         )
-        self._sampled: str | None = ""
-        """Id of the weights in the sampler; None for the base, and empty at the start."""
+        self._sampled: str | None = None
+        """Id of the weights in the sampler; None for the base."""
         self._version = 0
 
     @functools.cached_property
@@ -164,14 +163,11 @@ class JaxTrainer:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs of `forward_backward` that have been compiled for the current model."""
+        """Number of programs of `forward_backward` that have been compiled."""
         return len(self._programs.compiled)
 
-    def _make_programs(self, spec: ModelSpec | None) -> Programs:
-        return Programs(self._trainer, self._kernel, self._policy_spec(spec))
-
-    def _policy_spec(self, spec: ModelSpec | None) -> PolicySpec:
-        lora = None if spec is None or not spec.lora_rank else self._lora(spec)
+    def _policy_spec(self, spec: ModelSpec) -> PolicySpec:
+        lora = self._lora(spec) if spec.lora_rank else None
         return PolicySpec(cast(LmConfig, self._base.config), self.vocab_size, self._trainer, lora=lora)
 
     def _lora(self, spec: ModelSpec) -> LoraConfig:
@@ -236,13 +232,12 @@ class JaxTrainer:
         """
         state = self._require_model()
         bounds = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (0, math.inf)}
-        for name, value in dataclasses.asdict(params).items():
+        for name, value in params._asdict().items():
             low, high = bounds.get(name, (-math.inf, math.inf))
             if not (math.isfinite(value) and low <= value < high):
                 raise RequestError(f"adam_params.{name} is {value}; it must be finite, at least {low}, below {high}")
         self._state = None
-        arguments = AdamArguments(*map(np.float32, dataclasses.astuple(params)))
-        self._state, metrics = self._programs.step(state, arguments)
+        self._state, metrics = self._programs.step(state, AdamParams._make(map(np.float32, params)))
         norm = float(metrics["grad_norm"])
         if not math.isfinite(norm):
             raise RequestError(
@@ -369,7 +364,8 @@ class JaxTrainer:
         id, trained = self._weights(folder)
         if self._sampled != id:
             self._version += 1
-            self._sampler.update_weights(self._programs.merge(trained, self._base_of(trained)), self._version)
+            model = self._base if trained is None else self._programs.merge(trained, self._base_of(trained))
+            self._sampler.update_weights(model, self._version)
             self._sampled = id
         replies = Replies(self._sampler, self._tokenizer, source)
         try:

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.dataset import describe as describe_data
@@ -22,7 +22,7 @@ from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, S
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
-from marin_rl.model_parts import LOGPROB_BLOCK_SIZE, Report
+from marin_rl.model_parts import Report
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig

@@ -24,7 +24,7 @@ from marin_rl.batching.rollout_batch import NO_TURN, make_batch
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
-from marin_rl.config.sections import TOKENS_PER_MICROBATCH
+from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.hf_export import WeightParts
@@ -32,7 +32,7 @@ from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, 
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
-from marin_rl.model_parts import LOGPROB_BLOCK_SIZE, AbstractModelParts
+from marin_rl.model_parts import AbstractModelParts
 from marin_rl.models.lora import merge_adapter
 from marin_rl.models.peft_format import CONFIG as PEFT_CONFIG
 from marin_rl.run_parts import RunParts

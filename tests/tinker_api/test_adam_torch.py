@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marin_rl.tinker_api.adam import AdamArguments, adam_step, new_state
+from marin_rl.tinker_api.adam import adam_step, new_state
+from marin_rl.tinker_api.records import AdamParams
 
 torch = pytest.importorskip("torch")
 
@@ -38,7 +39,7 @@ def test_adam_is_that_of_torch() -> None:
         for part in (0.25, 0.75):
             total = jax.tree.map(lambda old, new, part=part: old + part * new, state.gradient, gradient)
             state = type(state)(state.trained, state.mean, state.square, state.steps, total)
-        state, metrics = adam_step(state, AdamArguments(*map(np.float32, (rate, *betas, eps, decay, clip))))
+        state, metrics = adam_step(state, AdamParams(*map(np.float32, (rate, *betas, eps, decay, clip))))
         norm = np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in gradient.values()))
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
         for name, parameter in parameters.items():
