@@ -456,8 +456,8 @@ def test_an_error_cancels_running_episodes(caplog: pytest.LogCaptureFixture):
         run(rollout_runner, [task(prompt="up"), task()])
     assert cancelled.wait(600)
     rollout_runner.loop.close()
-    # A cancellation is not a failure of the environment.
-    assert not caplog.records
+    # A cancellation is not a failure of the environment. A thread of an earlier test may still grade, and warn.
+    assert not [record for record in caplog.records if record.name.startswith("marin_rl.rollouts")]
 
 
 def test_code_that_cancels_other_episodes_is_an_error():
@@ -490,8 +490,10 @@ def test_code_that_blocks_the_event_loop_is_an_error():
 def test_steps_and_episodes_are_logged_at_debug(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG, logger="marin_rl.rollouts.rollout_builder"):
         run(runner(says("a", "b")), [task(2)])
-    assert {record.levelno for record in caplog.records} == {logging.DEBUG}
-    debug = [record.getMessage() for record in caplog.records]
+    # A thread of an earlier test may still grade, and warn.
+    records = [record for record in caplog.records if record.name == "marin_rl.rollouts.rollout_builder"]
+    assert {record.levelno for record in records} == {logging.DEBUG}
+    debug = [record.getMessage() for record in records]
     go = [{"role": "user", "content": "go"}]
     assert debug[:4] == [
         "rollout train-9-0-0 turn 0: observation [{'role': 'user', 'content': 'go'}]",
