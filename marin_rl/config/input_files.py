@@ -146,10 +146,13 @@ def file_problems(config: AbstractRunConfig) -> Iterator[str]:
 
 def _file_problem(path: Path) -> str:
     """Description of the reason why a file cannot be read; empty if it can."""
-    if path.is_dir():
-        return "which is a folder; set it to a file in that folder"
-    if not path.exists():
-        return f"which does not exist; {nearest_file(path, {path.suffix})}"
+    try:
+        if path.is_dir():
+            return "which is a folder; set it to a file in that folder"
+        if not path.exists():
+            return f"which does not exist; {nearest_file(path, {path.suffix})}"
+    except OSError as error:
+        return f"which is not a path ({error.strerror}); write it into a file, and set the path of that file"
     if not os.access(path, os.R_OK):
         return "which this user may not read; change its permissions"
     return _syntax_problem(path) if path.suffix == ".py" and path.is_file() else ""

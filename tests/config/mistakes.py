@@ -282,6 +282,7 @@ SETTINGS: dict[str, Mistake] = {
         lines=2,
     ),
     "template missing": _of("--tokenizer.chat_template x.jinja", "chat_template is 'x.jinja'", "not exist"),
+    "template as text": _of(f"--tokenizer.chat_template {'x' * 300}", "not a path", "write it into a file"),
     "weights missing": _of("--initialize_from /no/such/folder", "initialize_from is '/no/such", "no such folder"),
     "import missing": _of("--imports [x.py]", "imports: file 'x.py' does not exist"),
     "import of a folder": _of("--imports [data/]", "imports: 'data/' is a folder", "name a Python file"),
