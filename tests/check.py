@@ -4,9 +4,9 @@
 """Run all checks and tests: `python -m tests.check`. Stops at the first failure.
 
 The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). After the
-tests on this Python, the tests that depend on levanter run on the other line, in an environment that is made in the
-checkout and kept for the next time. With `--other_line` only these run. With `--quick`, docs, tests marked `medium` or
-`slow` and the other line are left out.
+tests on this Python, the tests that depend on levanter and are not marked `slow` run on the other line, in an
+environment that is made in the checkout and kept for the next time. With `--other_line` only these run. With
+`--quick`, docs, tests marked `medium` or `slow` and the other line are left out.
 """
 
 import argparse
@@ -80,7 +80,8 @@ def checks_of_other_line() -> Checks:
     clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", f"VIRTUAL_ENV={folder}", path]
     make = ("environment", [*clean, found, "-m", "venv", "--clear", str(folder)])
     install = [*clean, python, "-m", "pip", "install", "-q", "-e", ".[test]"]
-    tests = [*clean, python, *PYTEST, "--durations", "20", *OTHER_TESTS]
+    # Learning curves are the same on both lines.
+    tests = [*clean, python, *PYTEST, "--durations", "20", "-m", "not slow", *OTHER_TESTS]
     checks = [(f"installation on Python {OTHER_PYTHON}", install), (f"tests on Python {OTHER_PYTHON}", tests)]
     return checks if is_usable(python, OTHER_PYTHON) else [make, *checks]
 

@@ -140,6 +140,7 @@ def test_divergences_differ_pairwise() -> None:
     assert min(np.abs(left - right).max() for i, left in enumerate(values) for right in values[:i]) > 0.1
 
 
+@pytest.mark.torch
 @pytest.mark.medium
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_trl_and_torch_give_the_same_values_and_gradients(beta: float) -> None:

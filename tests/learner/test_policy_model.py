@@ -227,6 +227,7 @@ def test_the_exported_files_alone_give_the_same_greedy_generations(speakers, cha
     assert [tuple(generation) for generation in found] == spoken
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_transformers_makes_the_same_greedy_generations(name: str, speakers, several_stops) -> None:
     torch = pytest.importorskip("torch", reason="needs the extra test-torch")

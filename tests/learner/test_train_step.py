@@ -108,7 +108,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32(tiny) -> None:
     assert (state.model.weight.dtype, float(state.model.weight)) == (jnp.bfloat16, -300.0)
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_any_mesh_gives_the_same_loss_and_gradient(one_device, trainer, tmp_path: Path) -> None:
     environment = {**os.environ, **cpu_host(8)}
     command = [sys.executable, "-m", "tests.learner.mesh_cases", str(tmp_path)]

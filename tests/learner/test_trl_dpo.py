@@ -130,6 +130,7 @@ def assert_same(found, loss, metrics, gradient):
         np.testing.assert_allclose(our_gradient[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("loss_type", "config"),
     [
@@ -143,6 +144,7 @@ def test_update_matches_trl(tiny, trainer, chat, exported, tmp_path, loss_type, 
     assert_same(ours(tiny, trainer, chat, config, rows, tmp_path / "ours"), *theirs.loss_and_gradient(rows))
 
 
+@pytest.mark.torch
 def test_smoothed_update_matches_trl(tiny, trainer, chat, exported, tmp_path):
     """TRL smooths labels in `aot_unpaired` only, which is the loss of DPO for a batch of one pair."""
     theirs = Theirs(exported, tmp_path, loss_type="aot_unpaired", beta=0.2, label_smoothing=0.3)

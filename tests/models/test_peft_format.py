@@ -160,6 +160,7 @@ def peft_outputs(base: Path, adapter: Path) -> tuple[np.ndarray, dict[str, np.nd
     return logprobs.detach().numpy(), gradients
 
 
+@pytest.mark.torch
 @pytest.mark.medium
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_peft_computes_the_same_with_an_export(case: str, chat, trainer, differentiate, tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ def test_peft_computes_the_same_with_an_export(case: str, chat, trainer, differe
         assert np.linalg.norm(gradients[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), name
 
 
+@pytest.mark.torch
 @pytest.mark.medium
 @pytest.mark.parametrize(("case", "options"), [
     ("llama", {"target_modules": "all-linear", "exclude_modules": None}),
@@ -214,6 +216,7 @@ def test_an_adapter_of_peft_computes_the_same(
     np.testing.assert_allclose(found, peft_outputs(tmp_path / "base", tmp_path / "adapter")[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.torch
 @pytest.mark.medium
 @pytest.mark.parametrize("case", ["gpt2", "qwen3"])
 def test_transformers_computes_the_same_with_a_merged_export(case: str, chat, trainer, tmp_path: Path) -> None:

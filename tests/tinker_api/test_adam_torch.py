@@ -11,7 +11,8 @@ import pytest
 from marin_rl.tinker_api.adam import adam_step, new_state
 from marin_rl.tinker_api.records import AdamParams
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs the extra test-torch")
+pytestmark = pytest.mark.torch
 
 
 def test_adam_is_that_of_torch() -> None:

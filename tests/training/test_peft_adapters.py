@@ -126,6 +126,7 @@ def test_the_merged_export_is_the_model_of_the_run(
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.torch
 def test_peft_computes_the_same_as_the_merged_export(base: Path, lora_run: TinyRun, adapter: Path) -> None:
     torch, peft, transformers = (
         pytest.importorskip(name, reason="needs the extra test-torch") for name in ("torch", "peft", "transformers")

@@ -39,6 +39,7 @@ def conversations() -> list[dict[str, Any]]:
     return [{"messages": [*turn(), *(turn() if number % 3 == 0 else [])]} for number in range(30)]
 
 
+@pytest.mark.torch
 @pytest.mark.medium
 def test_loss_curve_equals_that_of_trl(trainer, tmp_path: Path) -> None:
     torch, trl = (pytest.importorskip(name, reason="needs the extra test-torch") for name in ("torch", "trl"))
