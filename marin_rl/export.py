@@ -4,22 +4,16 @@
 """Export a checkpoint in Hugging Face format: `python -m marin_rl.export --run runs/rloo --output weights`."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.learner.config import ExportConfig
 from marin_rl.runs.run_directory import open_with_checkpoint
-from marin_rl.utils.errors import UserError, writing
+from marin_rl.utils.errors import UserError
 from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.fields import STORAGE_PATH, check_paths
 from marin_rl.utils.storage import file_sizes, storage_path
-
-if TYPE_CHECKING:
-    from marin_rl.runs.saved_checkpoint import Checkpoint
-
 
 FLAGS = {
     "adapter": "Write the adapter of a run with lora alone, in the format of PEFT, instead of the whole model.",
@@ -74,48 +68,9 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool =
         raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.config.base_config import critic_of
-    from marin_rl.config.input_files import digest_inputs
-    from marin_rl.learner.hf_export import DeviceWeights, SavedWeights
-    from marin_rl.learner.policy_model import save_adapter_folder
-    from marin_rl.learner.policy_spec import PolicySpec
-    from marin_rl.learner.starting_weights import hf_location
-    from marin_rl.training.earlier_run import (
-        export_folder,
-        load_run,
-        open_parts,
-        replace_export,
-        restore_checkpoint,
-    )
+    from marin_rl.training.run_export import export_run
 
-    run, checkpoints = load_run(config.run, config.step)
-    model, dtype = run.model, (config.export or run.export).numeric_dtype
-    assert model is not None
-    if (adapter or merged) and run.lora is None:
-        flag = "adapter" if adapter else "merged"
-        raise UserError(f"--{flag}: the run {config.run!r} trains no adapter (lora is null); leave it out")
-
-    def restore(checkpoint: "Checkpoint") -> Any:
-        if run.lora is None:
-            spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), run.trainer, critic_of(run))
-            return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
-        parts = open_parts(run)
-        if not adapter:
-            return DeviceWeights(parts.restore_policy(checkpoint), parts.trainer, dtype)
-        spec = parts.saved_spec(checkpoint)
-        trained: Any = spec.restore_policy(checkpoint)
-        return functools.partial(
-            save_adapter_folder, spec.policy, trained, hf_location(str(run.initialize_from)), dtype
-        )
-
-    step, restored = restore_checkpoint(checkpoints, config.step, digest_inputs(run, ("tokenizer",)), restore)
-    tokenizer = run.tokenizer.build()
-    with writing(output, "output"):
-        if adapter:
-            replace_export(output, step, functools.partial(restored, tokenizer))
-        else:
-            export_folder(restored, tokenizer, output, step, run.stop_texts)
-    return step
+    return export_run(config.run, output, step=config.step, export=config.export, adapter=adapter, merged=merged)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,11 +14,11 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
+from marin_rl.serving.options import check_source, require_model
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
-from marin_rl.utils.settings.fields import is_loopback, local_path
-from marin_rl.utils.storage import storage_path
+from marin_rl.utils.settings.fields import is_loopback
 from marin_rl.utils.user_code import require_extra
 
 
@@ -65,14 +65,7 @@ class ServeConfig(ConfigSection):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if (self.run is None) == (self.model is None):
-            raise ValueError("give either run (a run directory) or model (a folder in Hugging Face format)")
-        if self.run is not None:
-            storage_path(self.run, "run")
-        else:
-            local_path(str(self.model), "model")
-        if self.step is not None and self.run is None:
-            raise ValueError(f"step is {self.step}, but only a run has steps; give run, or omit step")
+        check_source(self.run, self.step, self.model)
 
 
 def serve(config: ServeConfig) -> None:
@@ -100,8 +93,8 @@ def serve(config: ServeConfig) -> None:
     with listener:
         if config.run is not None:
             open_with_checkpoint(config.run, config.step)
-        elif not Path(str(config.model)).is_dir():
-            raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
+        else:
+            require_model(config.model)
         print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
         # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
         from marin_rl.serving.app import Server

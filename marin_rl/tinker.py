@@ -13,6 +13,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
+from marin_rl.serving.options import check_source, require_model
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
@@ -24,11 +25,16 @@ from marin_rl.utils.user_code import require_extra
 class TinkerConfig(ConfigSection):
     """A server of the Tinker protocol, which trains one model at a time for the loops of other packages."""
 
-    model: str
+    model: str | None = None
     """Folder of the base model in Hugging Face format, such as the `hf` of a run."""
+    run: str | None = None
+    """Run directory whose policy is the base, instead of `model`. The first start exports it to `base` in `folder`, and
+    later starts use this export, whatever became of the run."""
+    step: int | None = None
+    """Step of the run's checkpoint; the newest valid checkpoint by default."""
     names: tuple[str, ...] = ()
-    """Further names of the model for clients, such as one that decides about a recipe's chat format; `model` itself is
-    always one."""
+    """Further names of the model for clients, such as one that decides about a recipe's chat format. `model` is always
+    one; so are `run` and the absolute path of its export."""
     folder: str = "runs/tinker"
     """Folder of checkpoints, and of what a restart needs. A server that is started again with it goes on."""
     host: str = "127.0.0.1"
@@ -47,7 +53,7 @@ class TinkerConfig(ConfigSection):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        local_path(self.model, "model")
+        check_source(self.run, self.step, self.model)
         local_path(self.folder, "folder")
 
 
@@ -57,6 +63,8 @@ def serve(config: TinkerConfig) -> None:
     Raises:
         UserError: if a package is missing, the key that a public address requires, or the folder `model`; also if
             `folder` belongs to another server or another base.
+        RunDirectoryError: if the run does not exist.
+        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
         PolicyModelError: if the model cannot be loaded.
         ValueError: if the address is not available.
     """
@@ -70,31 +78,36 @@ def serve(config: TinkerConfig) -> None:
             f"host is {config.host!r}, which other machines can reach, but {config.api_key_env} is not set; set it to "
             "a secret key that begins with tml-, or use host 127.0.0.1"
         )
-    if not Path(config.model).is_dir():
-        raise UserError(f"--model is {config.model!r}, which is not a folder; give a folder in Hugging Face format")
+    if config.run is None:
+        require_model(config.model)
+    source = str(config.run or config.model)
     # Before the weights are loaded, which may take minutes.
     go_on_without_output()
     with listen(config.host, config.port, config.client_seconds) as listener:
-        print(f"loading the weights of {escape_line(config.model)}", file=sys.stderr, flush=True)
+        print(f"loading the weights of {escape_line(source)}", file=sys.stderr, flush=True)
         # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
         from marin_rl.tinker_api.checkpoints import ServedModel
         from marin_rl.tinker_api.endpoints import TinkerApp
         from marin_rl.tinker_api.service import Service
         from marin_rl.tinker_api.trainer import open_trainer
+        from marin_rl.training.run_export import export_once
         from marin_rl.utils.devices.setup import exempt_from_collection
 
-        trainer = open_trainer(config.model, max_context=config.max_context, max_seqs=config.max_seqs)
+        names, weights = (source,), Path(source).absolute()
+        if config.run is not None:
+            weights = Path(config.folder, "base").absolute()
+            step = export_once(config.run, config.step, weights)
+            names = source, str(weights)
+            source = f"step {step} of {source}"
+        trainer = open_trainer(str(weights), max_context=config.max_context, max_seqs=config.max_seqs)
         base = ServedModel(
-            (config.model, *config.names),
-            trainer.base_fingerprint,
-            trainer.max_context,
-            str(Path(config.model).absolute()),
+            (*names, *config.names), trainer.base_fingerprint, trainer.max_context, tokenizer=str(weights)
         )
         service = Service(trainer, Path(config.folder), base)
         app = TinkerApp(service, base, key=key, client_seconds=config.client_seconds)
         server = HttpServer(app.app(), config.client_seconds)
         print(
-            f"serving {escape_line(config.model)} to clients of Tinker at {url_of(listener)} ({trainer.max_context} "
+            f"serving {escape_line(source)} to clients of Tinker at {url_of(listener)} ({trainer.max_context} "
             f"tokens of context, {'with' if key else 'any'} API key)",
             flush=True,
         )

@@ -235,7 +235,7 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
     elif module == "marin_rl.serve":
         assert parse_config(serve.ServeConfig, argv).config.port
     elif module == "marin_rl.tinker":
-        assert parse_config(tinker.TinkerConfig, argv).config.model
+        assert parse_config(tinker.TinkerConfig, argv).config.port
     else:
         assert parse_config(evaluate.EvaluateConfig, argv, evaluate.FLAGS).config.run
 

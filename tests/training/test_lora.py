@@ -20,6 +20,7 @@ from marin_rl.distributed.worker import WorkerPolicy
 from marin_rl.learner.base_weights import OtherBaseError
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.replay import replay_step
+from marin_rl.training.run_export import export_once
 from tests.distributed.thread_workers import thread_workers
 from tests.faults.test_resume import Moment, kill_at, start
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
@@ -131,6 +132,10 @@ def test_every_command_reads_the_run(lora_run: TinyRun, tmp_path: Path, capfd: p
     assert export(["--run", str(lora_run.path), "--output", str(tmp_path / "hf")]) == 0
     for name in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (lora_run.path / "hf" / name).read_bytes()
+    # As for the base of a server.
+    assert export_once(str(lora_run.path), None, tmp_path / "base") == 3
+    name = "model.safetensors"
+    assert (tmp_path / "base" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     capfd.readouterr()
     assert evaluate(["--run", str(lora_run.path), "--json"]) == 0
     measured = json.loads(capfd.readouterr().out)
