@@ -45,12 +45,12 @@ def split_tokens(
 
 
 def join_tokens(
-    array: Shaped[Array, "shard token"], shape: tuple[int, ...], shards: int, position_shards: int
-) -> Shaped[Array, "batch position"]:
+    array: Shaped[Array, "shard token *rest"], shape: tuple[int, ...], shards: int, position_shards: int
+) -> Shaped[Array, "batch position *rest"]:
     """Undo `split_tokens`, given the shape of the rows."""
-    rows, positions = shape
-    parts = array.reshape(shards, position_shards, rows // shards, positions // position_shards)
-    return jnp.swapaxes(parts, 1, 2).reshape(shape)
+    (rows, positions), rest = shape, array.shape[2:]
+    parts = array.reshape(shards, position_shards, rows // shards, positions // position_shards, *rest)
+    return jnp.swapaxes(parts, 1, 2).reshape(*shape, *rest)
 
 
 def shards_of(Batch: Axis) -> int:

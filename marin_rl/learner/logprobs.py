@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import levanter.tracker
 from haliax import NamedArray
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, TokenRows, to_predictors, to_tokens
@@ -171,6 +171,51 @@ def blockwise_logprobs(
     inputs = split_tokens(activations, *parts), lm_head, *of_tokens
     logprobs, statistics = _logprobs(*inputs, temperature, block_size, statistic)
     return join_tokens(logprobs, mask.shape, *parts), join_tokens(statistics, mask.shape, *parts)
+
+
+def blockwise_top_logprobs(
+    activations: Float[Array, "batch position embed"],
+    lm_head: Float[Array, "embed vocab"],
+    mask: Bool[Array, "batch position"],
+    *,
+    count: int,
+    block_size: int,
+    shards: int = 1,
+    position_shards: int = 1,
+) -> tuple[Int32[Array, "batch position top"], Float32[Array, "batch position top"]]:
+    """Find the likeliest tokens and their log-probabilities on `mask` at temperature 1, one block at a time.
+
+    Args:
+        activations: `[batch, position, embed]`; off the mask any value, NaN included.
+        lm_head: `[embed, vocab]`.
+        mask: `[batch, position]`, True at positions to score.
+        count: number of tokens of each position, at most `vocab`.
+        block_size: as for [`blockwise_logprobs`][marin_rl.learner.logprobs.blockwise_logprobs]; also `shards` and
+            `position_shards`.
+        shards: number of devices over which the rows are split.
+        position_shards: number of devices over which the positions are split.
+
+    Returns:
+        Ids and log-probabilities (nats), `[batch, position, count]`, the likeliest first and the lower id first among
+        equals; 0 off the mask. They cannot be differentiated.
+    """
+    parts = shards, position_shards
+    inputs, tokens = (split_tokens(array, *parts) for array in (activations, mask))
+    block_size = min(block_size, tokens.shape[1])
+    slots = masked_tokens(tokens, block_size)
+
+    def score(block: Block, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits = head_logits(gather(inputs, block.slots), lm_head, 1.0)
+        top, ids = jax.lax.top_k(logits, count)
+        logs = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return set_block(results[0], ids, block.start), set_block(results[1], logs, block.start)
+
+    empty = jnp.zeros((*slots.shape, count), jnp.int32), jnp.zeros((*slots.shape, count), jnp.float32)
+    ids, logs = over_blocks(slots, tokens, block_size, score, empty)
+    return (
+        join_tokens(scatter(ids, tokens), mask.shape, *parts),
+        join_tokens(scatter(logs, tokens), mask.shape, *parts),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The compiled programs of the trainer: log-probs of any targets, the loss, and its gradient.
+"""The compiled programs of the trainer: log-probs of any targets, the loss and its gradient, and the likeliest tokens.
 
 Every loss is the same program. Microbatches have a few shapes, so that the number of programs is bounded whatever
 clients send; `Programs.compiled` counts them.
@@ -16,7 +16,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
@@ -24,7 +24,7 @@ from marin_rl.learner.attention_kernel import AttentionKernel
 from marin_rl.learner.attention_layers import context_shards
 from marin_rl.learner.blocks import head_arrays, shards_of
 from marin_rl.learner.critic import assemble
-from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations
+from marin_rl.learner.logprobs import blockwise_logprobs, blockwise_top_logprobs, policy_activations
 from marin_rl.learner.placement import place
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import compiler_options
@@ -95,6 +95,7 @@ class Programs:
         )
         self._add = compiled(self._add_gradient, donate_args=(True, False, False, False))
         self._score = compiled(self._compute_loss)
+        self._top = compiled(self._find_top)
         self._step = compiled(adam_step, donate_args=(True, False))
         self._new = compiled(new_state)
         self._merge = compiled(self._merge_weights)
@@ -120,6 +121,14 @@ class Programs:
         with self._trainer.use_device_mesh():
             loss, logprobs = self._score(trained, base, self._place(batch), settings)
         return logprobs, loss
+
+    def top(
+        self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, count: int
+    ) -> tuple[Int32[Array, "batch position top"], Float32[Array, "batch position top"]]:
+        """Return the `count` likeliest tokens at every position of a microbatch, and their log-probs."""
+        self._count(f"the {count} likeliest tokens of", trained, batch)
+        with self._trainer.use_device_mesh():
+            return self._top(trained, base, self._place(batch), count)
 
     def step(self, state: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
         """Apply the sum of the gradients of a state, which is donated; see `adam_step`."""
@@ -165,17 +174,30 @@ class Programs:
     ) -> tuple[jax.Array, jax.Array]:
         """Return the loss of a microbatch, and the log-probs of its targets."""
         with hax.axis_mapping(self._trainer.compute_axis_mapping):
-            # Parameters of an adapter have no attention kernel.
-            trained, length = self._trainer.mp.cast_to_compute(trained), batch.input_ids.axis_size("position")
-            whole = self._with_rows(trained if base is None else base, length)
-            model = whole if trained is None or base is None else assemble(trained, whole)
+            model = self._whole(trained, base, batch)
             # The penalty of `dro` has a gradient also where the advantage is 0.
             trains = batch.scored.array & ((batch.factors.array != 0) | (settings.beta != 0))
             logprobs = target_logprobs(model, batch, trains, self._block_size)
             terms = token_terms(settings, logprobs, batch.factors.array, batch.old_logprobs.array)
             return jnp.sum(jnp.where(batch.scored.array, terms, 0.0)), logprobs
 
-    def _with_rows(self, model: LmHeadModel, length: int) -> LmHeadModel:
-        """Return a model with the attention kernel of rows of a length."""
-        config = self._kernel.configure(cast(LmConfig, model.config), length)
-        return with_config(model, config, self._trainer)
+    def _find_top(self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, count: int) -> tuple[Array, Array]:
+        with hax.axis_mapping(self._trainer.compute_axis_mapping):
+            model, (Batch, Pos) = self._whole(trained, base, batch), batch.input_ids.axes
+            return blockwise_top_logprobs(
+                *head_arrays(policy_activations(model, batch), model.get_lm_head(), (Batch, Pos)),
+                batch.scored.array[..., 0],
+                count=count,
+                block_size=self._block_size,
+                shards=shards_of(Batch),
+                position_shards=context_shards(),
+            )
+
+    def _whole(self, trained: Any, base: LmHeadModel | None, batch: TokenBatch) -> LmHeadModel:
+        """Return the whole model in compute precision, with the attention kernel of the rows."""
+        trained = self._trainer.mp.cast_to_compute(trained)
+        model = trained if base is None else base
+        config = self._kernel.configure(cast(LmConfig, model.config), batch.input_ids.axis_size("position"))
+        # Parameters of an adapter have no attention kernel.
+        whole = with_config(model, config, self._trainer)
+        return whole if trained is None or base is None else assemble(trained, whole)

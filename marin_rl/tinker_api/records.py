@@ -11,6 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float32, Int32
 
+MAX_TOPK = 128
+"""Maximum `topk_prompt_logprobs` of a request."""
+
 
 class RequestError(Exception):
     """A request that cannot be served, by the fault of the client; the message names the value and the remedy."""
@@ -94,6 +97,7 @@ class SampleParams:
     """Texts or token ids that end a sample, and remain in it; None for the tokenizer's end tokens."""
     prompt_logprobs: bool
     topk_prompt_logprobs: int
+    """Number of likeliest tokens to return at every position of the prompt."""
 
 
 class Sample(NamedTuple):
@@ -106,15 +110,18 @@ class Sample(NamedTuple):
     """Whether it ended by itself, and not by its length."""
 
 
+TopK = tuple[Int32[np.ndarray, "length k"], Float32[np.ndarray, "length k"]]
+"""Ids and log-probs of the likeliest tokens at every position of a prompt; the first row is undefined."""
+
+
 class SampleOutputs(NamedTuple):
     """Result of a `SampleParams`."""
 
     samples: list[Sample]
     prompt_logprobs: Float32[np.ndarray, " length"] | None
     """NaN for the first token; None if not asked for."""
-    topk: tuple[np.ndarray, np.ndarray] | None
-    """int32 ids and float32 log-probs, both `[length, k]`, of the likeliest tokens at every position of the prompt; the
-    first row is undefined."""
+    topk: TopK | None
+    """The likeliest first; None if not asked for."""
 
 
 class SampleJob(NamedTuple):
@@ -146,7 +153,7 @@ class Trainer(Protocol):
 
     @property
     def num_programs(self) -> int:
-        """Number of compiled programs of `forward_backward`."""
+        """Number of compiled programs of `forward_backward` and of the log-probs of prompts."""
         ...
 
     def create(self, spec: ModelSpec) -> None:

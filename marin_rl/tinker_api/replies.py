@@ -13,12 +13,14 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.text import ReplyReader
 from marin_rl.tinker_api.records import (
+    MAX_TOPK,
     RequestError,
     Sample,
     SampleJob,
     SampleOutputs,
     SampleParams,
     SampleSource,
+    TopK,
 )
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Generation, StopReason
@@ -58,8 +60,9 @@ def check_sample(params: SampleParams, max_context: int, vocab_size: int) -> Non
         )
     if params.stop is not None and not params.stop:
         raise RequestError("stop is empty; the server always ends a sample at the tokenizer's end tokens")
-    if params.topk_prompt_logprobs:
-        raise RequestError("topk_prompt_logprobs is not supported; set it to 0")
+    most = min(MAX_TOPK, vocab_size)
+    if not 0 <= params.topk_prompt_logprobs <= most:
+        raise RequestError(f"topk_prompt_logprobs is {params.topk_prompt_logprobs}; it must be from 0 to {most}")
 
 
 class _Reply:
@@ -79,15 +82,15 @@ class Replies:
         self._sampler, self._tokenizer, self._source = sampler, tokenizer, source
         self._running: dict[int, tuple[_Reply, int]] = {}
         """Reply, and its index among the samples of its request, by number in the sampler."""
-        self._results: dict[str, tuple[list[Sample | None], np.ndarray | None]] = {}
+        self._results: dict[str, tuple[list[Sample | None], np.ndarray | None, TopK | None]] = {}
 
-    def start(self, job: SampleJob, prompt_logprobs: np.ndarray | None) -> None:
-        """Start the samples of a request."""
+    def start(self, job: SampleJob, prompt_logprobs: np.ndarray | None, topk: TopK | None) -> None:
+        """Start the samples of a request, and keep what its prompt gave; see `SampleOutputs`."""
         params = job.params
         ends = params.stop or ()
         texts = tuple(end for end in ends if isinstance(end, str))
         tokens = tuple(end for end in ends if not isinstance(end, str))
-        self._results[job.key] = [None] * params.num_samples, prompt_logprobs
+        self._results[job.key] = [None] * params.num_samples, prompt_logprobs, topk
         for index in range(params.num_samples):
             conversation = f"{job.key}/{index}" if ends else None
             request = SampleRequest(
@@ -137,8 +140,8 @@ class Replies:
         reply, index = self._running.pop(number)
         if reply.conversation is not None:
             self._sampler.end_conversation(reply.conversation)
-        samples, prompt_logprobs = self._results[reply.key]
+        samples, prompt_logprobs, topk = self._results[reply.key]
         samples[index] = sample
         if all(samples):
             del self._results[reply.key]
-            self._source.finish(reply.key, SampleOutputs(cast(list[Sample], samples), prompt_logprobs, None))
+            self._source.finish(reply.key, SampleOutputs(cast(list[Sample], samples), prompt_logprobs, topk))

@@ -12,7 +12,7 @@ import pydantic
 from annotated_types import Ge, Gt, Le
 
 from marin_rl.serving.bodies import ApiError
-from marin_rl.tinker_api.records import AdamParams, ModelSpec, RequestError, SampleParams
+from marin_rl.tinker_api.records import MAX_TOPK, AdamParams, ModelSpec, RequestError, SampleParams
 
 MAX_SAMPLES = 1024
 """Maximum `num_samples` of a request."""
@@ -231,7 +231,7 @@ class SampleBody(Body):
     prompt: Prompt
     sampling_params: Sampling = Sampling()
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Ge(0), Le(1024)] = 0
+    topk_prompt_logprobs: Annotated[int, Ge(0), Le(MAX_TOPK)] = 0
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: Any = None

@@ -48,6 +48,7 @@ from marin_rl.tinker_api.records import (
     RequestError,
     SampleJob,
     SampleSource,
+    TopK,
 )
 from marin_rl.tinker_api.replies import Replies, check_sample
 from marin_rl.tinker_api.token_batch import Piece, pack_data, row_length
@@ -163,7 +164,7 @@ class JaxTrainer:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs of `forward_backward` that have been compiled."""
+        """Number of programs of `forward_backward` and of the log-probs of prompts that have been compiled."""
         return len(self._programs.compiled)
 
     def _policy_spec(self, spec: ModelSpec) -> PolicySpec:
@@ -374,8 +375,9 @@ class JaxTrainer:
                 scores = self._score_prompts(
                     trained, [job.params.prompt for job in arrived if job.params.prompt_logprobs]
                 )
+                tops = self._top_of_prompts(trained, arrived)
                 for job in arrived:
-                    replies.start(job, next(scores) if job.params.prompt_logprobs else None)
+                    replies.start(job, next(scores) if job.params.prompt_logprobs else None, tops.get(job.key))
                 if not replies.advance():
                     return
         finally:
@@ -392,13 +394,40 @@ class JaxTrainer:
 
     def _score_prompts(self, trained: Any, prompts: Sequence[tuple[int, ...]]) -> Any:
         """Yield the log-probs of the tokens of each prompt, NaN for the first."""
-        data = []
-        for prompt in prompts:
-            tokens = np.array(prompt, np.int32)
-            data.append(Datum(tokens, {TARGETS: np.append(tokens[1:], 0).astype(np.int64)}))
+        data = [_prompt_datum(prompt) for prompt in prompts]
         settings = read_settings(ForwardBackward("", 0, (), "cross_entropy", {}, True))
         base = self._base_of(trained)
         pieces = self._pieces(data, "cross_entropy")
         scored = [(piece, self._programs.score(trained, base, piece.batch, settings)[0]) for piece in pieces]
         for logprobs in self._unpack(data, scored):
             yield np.append(np.float32(np.nan), logprobs[:-1])
+
+    def _top_of_prompts(self, trained: Any, jobs: Sequence[SampleJob]) -> dict[str, TopK]:
+        """Return the likeliest tokens at every position of the prompts of requests that ask for them, by their keys."""
+        of_count: dict[int, list[SampleJob]] = {}
+        for job in jobs:
+            if wanted := job.params.topk_prompt_logprobs:
+                # Few programs, whatever clients ask for.
+                count = min(1 << (wanted - 1).bit_length(), self.vocab_size)
+                of_count.setdefault(count, []).append(job)
+        found: dict[str, TopK] = {}
+        for count, own in of_count.items():
+            for piece in self._pieces([_prompt_datum(job.params.prompt) for job in own], "cross_entropy"):
+                top = self._programs.top(trained, self._base_of(trained), piece.batch, count)
+                ids, logprobs = map(np.asarray, top)
+                for index, row, start in piece.places:
+                    params = own[index].params
+                    where = row, slice(start, start + len(params.prompt) - 1), slice(params.topk_prompt_logprobs)
+                    found[own[index].key] = _after_first(ids[where]), _after_first(logprobs[where])
+        return found
+
+
+def _prompt_datum(prompt: Sequence[int]) -> Datum:
+    """Return a prompt as a datum whose targets are the next tokens."""
+    tokens = np.array(prompt, np.int32)
+    return Datum(tokens, {TARGETS: np.append(tokens[1:], 0).astype(np.int64)})
+
+
+def _after_first(rows: np.ndarray) -> np.ndarray:
+    """Return the predictions of all tokens after the first, with a row of zeros for that one."""
+    return np.pad(rows, ((1, 0), (0, 0)))

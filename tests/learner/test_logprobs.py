@@ -24,7 +24,12 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, to_tokens
-from marin_rl.learner.logprobs import blockwise_logprobs, policy_activations, token_logprobs
+from marin_rl.learner.logprobs import (
+    blockwise_logprobs,
+    blockwise_top_logprobs,
+    policy_activations,
+    token_logprobs,
+)
 from marin_rl.utils.levanter_line import next_token_loss, seq_len
 from tests.cpu_host import cpu_host
 
@@ -145,6 +150,48 @@ def test_any_mask_agrees_with_full_logits_for_any_values_off_the_mask(
     assert not found[0][~mask].any()
     assert not found[1][~mask].any()
     assert not found[2][0][~mask].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    mask=masks(),
+    count=st.integers(1, VOCAB),
+    block_size=st.sampled_from([1, 4, MASKED_BATCH * MASKED_POSITIONS]),
+    shards=st.sampled_from([(1, 1), (2, 1), (2, 3)]),
+)
+def test_likeliest_tokens_agree_with_full_logits_on_any_mask(
+    mask: np.ndarray, count: int, block_size: int, shards: tuple[int, int]
+) -> None:
+    activations, head, _, _ = inputs(MASKED_POSITIONS, batch=MASKED_BATCH)
+    logits = np.einsum("bpe,ev->bpv", np.float64(activations), np.float64(head))
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids, logprobs = likeliest(
+        jnp.where(mask[..., None], activations, jnp.nan), head, jnp.asarray(mask), count, block_size, *shards
+    )
+    order = np.argsort(-logs, axis=-1)[..., :count]
+    np.testing.assert_array_equal(ids, np.where(mask[..., None], order, 0))
+    expected = np.where(mask[..., None], np.take_along_axis(logs, order, -1), 0)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def likeliest(activations, head, mask, count, block_size, shards=1, position_shards=1):
+    return blockwise_top_logprobs(
+        activations,
+        head,
+        mask,
+        count=count,
+        block_size=block_size,
+        shards=shards,
+        position_shards=position_shards,
+    )
+
+
+def test_the_lower_of_equally_likely_tokens_is_first() -> None:
+    activations, head, _, _ = inputs()
+    ids, logprobs = likeliest(activations, jnp.zeros_like(head), jnp.ones(activations.shape[:2], bool), 5, 3)
+    assert (ids == np.arange(5)).all()
+    np.testing.assert_allclose(logprobs, -np.log(VOCAB), atol=1e-6)
 
 
 def test_without_any_loss_token_everything_is_zero() -> None:
@@ -313,6 +360,18 @@ def test_memory_at_a_large_vocabulary_is_that_of_a_block() -> None:
     program = computed.lower(*arguments, temperature=1.0, block_size=block_size).compile()
     logits, of_head, of_activations = (4 * block_size * vocab, 4 * embed * vocab, 4 * batch * positions * embed)
     bound = 3 * logits + 2 * of_head + 4 * of_activations
+    assert program.memory_analysis().temp_size_in_bytes < bound < 4 * batch * positions * vocab / 10
+
+
+def test_memory_of_the_likeliest_tokens_is_that_of_a_block() -> None:
+    batch, positions, embed, vocab, block_size, count = 2, 256, 8, 50_000, 8, 16
+    arguments = (
+        jax.ShapeDtypeStruct((batch, positions, embed), jnp.float32),
+        jax.ShapeDtypeStruct((embed, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((batch, positions), jnp.bool_),
+    )
+    program = likeliest.lower(*arguments, count, block_size).compile()
+    bound = 4 * block_size * vocab * 4 + 4 * 8 * batch * positions * count
     assert program.memory_analysis().temp_size_in_bytes < bound < 4 * batch * positions * vocab / 10
 
 

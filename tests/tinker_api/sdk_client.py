@@ -95,6 +95,15 @@ def session(tinker: Any) -> dict[str, Any]:
     return found
 
 
+def likeliest(tinker: Any) -> list[Any]:
+    """Ask for the likeliest tokens at the positions of a prompt, and for the log-probs of its tokens."""
+    types = tinker.types
+    base = tinker.ServiceClient().create_sampling_client(base_model="base")
+    prompt, parameters = types.ModelInput.from_ints([70, 71, 72, 73]), types.SamplingParams(max_tokens=1)
+    answer = base.sample(prompt, 1, parameters, include_prompt_logprobs=True, topk_prompt_logprobs=5).result()
+    return [answer.topk_prompt_logprobs, answer.prompt_logprobs]
+
+
 def steps(tinker: Any) -> dict[str, Any]:
     """Take ten steps."""
     types = tinker.types
@@ -110,4 +119,4 @@ def steps(tinker: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     import tinker
 
-    json.dump({"session": session, "steps": steps}[sys.argv[1]](tinker), sys.stdout)
+    json.dump({"session": session, "likeliest": likeliest, "steps": steps}[sys.argv[1]](tinker), sys.stdout)

@@ -18,6 +18,7 @@ import pytest
 
 from tests.free_port import free_port
 from tests.tinker_api.test_service import fake_loss, gradient
+from tests.tinker_api.test_trainer import dense_logs, tiny_trainer
 from tests.tinker_api.wire import serving
 
 PYTHON = os.environ.get("MARIN_RL_TINKER_PYTHON") or (sys.executable if importlib.util.find_spec("tinker") else None)
@@ -28,7 +29,7 @@ pytestmark = [
 ]
 
 
-def client(scenario: str, url: str) -> dict[str, Any]:
+def client(scenario: str, url: str) -> Any:
     assert PYTHON is not None
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"TINKER_API_KEY": "tml-none", "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
@@ -69,6 +70,19 @@ def test_a_session(tmp_path: Path) -> None:
     assert found["checkpoints"] == ["sampler_weights/one", "weights/one"]
     assert found["expiring"] == [True, True]
     assert found["left"] == ["sampler_weights/one"]
+
+
+def test_likeliest_tokens_of_a_prompt(tmp_path: Path) -> None:
+    trainer, prompt = tiny_trainer(tmp_path / "model"), np.array([70, 71, 72, 73], np.int32)
+    logs = np.asarray(dense_logs(trainer._base, prompt))
+    with serving(tmp_path / "server", trainer) as (url, _):
+        (no_top, *tops), (no_logprob, *logprobs) = client("likeliest", url)
+    assert no_top is no_logprob is None
+    np.testing.assert_allclose(logprobs, logs[np.arange(3), prompt[1:]], atol=1e-5)
+    for found, row in zip(tops, logs[:-1], strict=True):
+        ids, values = zip(*found, strict=True)
+        np.testing.assert_allclose(values, np.sort(row)[::-1][:5], atol=1e-5)
+        np.testing.assert_allclose(row[list(ids)], values, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.tinker_api.records import (
+    MAX_TOPK,
     AdamParams,
     Datum,
     ForwardBackward,
@@ -40,18 +41,17 @@ LORA = dataclasses.replace(FULL, lora_rank=4)
 CONTEXT = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, trainer = tmp_path_factory.mktemp("model"), make_trainer()
-    save_hf_policy(make_model(trainer), ChatTokenizer(byte_tokenizer()), path, trainer)
-    return path
+def tiny_trainer(folder: Path) -> JaxTrainer:
+    """Return the trainer of a tiny base, which is written to a folder."""
+    tokenizer, trainer = ChatTokenizer(byte_tokenizer()), make_trainer()
+    save_hf_policy(make_model(trainer), tokenizer, folder, trainer)
+    return JaxTrainer(str(folder), tokenizer, trainer, max_context=CONTEXT, max_seqs=8, call_seconds=0.1)
 
 
 @pytest.fixture(scope="module")
-def make(folder: Path) -> Callable[[ModelSpec], JaxTrainer]:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelSpec], JaxTrainer]:
     """Return the same trainer with a new model."""
-    tokenizer = ChatTokenizer(byte_tokenizer())
-    trainer = JaxTrainer(str(folder), tokenizer, make_trainer(), max_context=CONTEXT, max_seqs=8, call_seconds=0.1)
+    trainer = tiny_trainer(tmp_path_factory.mktemp("model"))
 
     def new(spec: ModelSpec = FULL) -> JaxTrainer:
         trainer.create(spec)
@@ -83,16 +83,19 @@ def request(data: tuple[Datum, ...], loss: str = "cross_entropy", **options: Any
     return ForwardBackward(model_id="m", seq_id=1, **given)
 
 
+def dense_logs(model: LmHeadModel, tokens: np.ndarray) -> jax.Array:
+    """Return the log-softmax of all logits of a sequence."""
+    named = hax.named(tokens, Axis("position", len(tokens))).broadcast_axis(Axis("batch", 1))
+    logits = model(named, AttentionMask.causal()).rearrange(("batch", "position", "vocab")).array[0]
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
 def dense_loss(model: LmHeadModel, data: tuple[Datum, ...], loss: str) -> tuple[jax.Array, list[jax.Array]]:
     """Compute the loss as its documentation says, from all logits of each datum alone."""
     total, scored = jnp.zeros(()), []
     for datum in data:
-        Pos = Axis("position", len(datum.tokens))
-        tokens = hax.named(datum.tokens, Pos).broadcast_axis(Axis("batch", 1))
-        logits = model(tokens, AttentionMask.causal()).rearrange(("batch", "position", "vocab")).array[0]
-        targets = datum.inputs["target_tokens"]
-        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        lp = jnp.take_along_axis(logs, targets.reshape(Pos.size, -1), axis=1).reshape(targets.shape)
+        targets, logs = datum.inputs["target_tokens"], dense_logs(model, datum.tokens)
+        lp = jnp.take_along_axis(logs, targets.reshape(len(logs), -1), axis=1).reshape(targets.shape)
         factor = datum.inputs["weights" if loss == "cross_entropy" else "advantages"]
         total += _terms(loss, lp, factor, datum.inputs.get("logprobs")).sum()
         scored.append(lp)
@@ -251,6 +254,52 @@ def test_samplers_stay_as_they_were(make, tmp_path: Path):
     assert str(ask(None)) == str(base)
 
 
+def test_likeliest_tokens_are_those_of_the_dense_softmax(make, tmp_path: Path):
+    """Of the base and of trained weights, for prompts in common rows, with any numbers of tokens."""
+    trainer, generator = make(LORA), np.random.default_rng(3)
+    trainer.forward_backward(request(random_data(5, "cross_entropy")))
+    trainer.optim_step(AdamParams(learning_rate=0.1))
+    trainer.save_sampler(tmp_path / "saved")
+    counts = [1, 2, 3, 20, min(MAX_TOPK, VOCAB), 3, 0]
+    jobs = [
+        dataclasses.replace(
+            PROMPT,
+            prompt=tuple(map(int, generator.integers(0, VOCAB, length))),
+            max_tokens=1,
+            topk_prompt_logprobs=count,
+        )
+        for length, count in zip([4, CONTEXT - 1, 1, 9, 5, 2, 3], counts, strict=True)
+    ]
+    base = trainer._base_of(trainer._state.trained)
+    for path, model in ((None, base), (tmp_path / "saved", assemble(trainer._state.trained, base))):
+        source = Source(jobs[:4], jobs[4:])
+        trainer.sample(path, source)
+        found = [source.results[f"{index // 4}.{index % 4}"].topk for index in range(len(jobs))]
+        for job, top in zip(jobs, found, strict=True):
+            if not job.topk_prompt_logprobs:
+                assert top is None
+                continue
+            logs = np.asarray(dense_logs(model, np.array(job.prompt, np.int32)))[:-1]
+            order = np.argsort(-logs, axis=1, kind="stable")[:, : job.topk_prompt_logprobs]
+            ids, logprobs = top
+            assert ids.shape == logprobs.shape == (len(job.prompt), job.topk_prompt_logprobs)
+            np.testing.assert_allclose(logprobs[1:], np.take_along_axis(logs, order, axis=1), atol=1e-5)
+            # Neighbours may be equal up to rounding.
+            np.testing.assert_allclose(np.take_along_axis(logs, ids[1:], axis=1), logprobs[1:], atol=1e-5)
+            assert all(len(set(row)) == len(row) for row in ids[1:])
+            assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_numbers_of_likeliest_tokens_compile_few_programs(make):
+    trainer = make()
+    before = trainer.num_programs
+    wanted = [dataclasses.replace(PROMPT, topk_prompt_logprobs=count, max_tokens=1) for count in range(1, 17)]
+    for job in wanted:
+        trainer.sample(None, Source([job]))
+    # 1, 2, 4, 8 and 16.
+    assert trainer.num_programs - before <= 5
+
+
 def test_stops_end_a_sample_and_remain_in_it(make):
     trainer = make()
     whole = Source([dataclasses.replace(PROMPT, num_samples=1, max_tokens=10, temperature=0.0)])
@@ -281,7 +330,8 @@ def test_stops_end_a_sample_and_remain_in_it(make):
         {"top_k": 5},
         {"top_p": 0.5},
         {"stop": ()},
-        {"topk_prompt_logprobs": 3},
+        {"topk_prompt_logprobs": MAX_TOPK + 1},
+        {"topk_prompt_logprobs": -1},
     ],
 )
 def test_bad_samples_are_refused_and_others_are_answered(make, change: dict[str, object]):
