@@ -4,7 +4,6 @@
 """Serve a policy over OpenAI's HTTP protocol: `python -m marin_rl.serve --run runs/rloo`."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,9 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
-from marin_rl.serving.options import check_source, require_model
-from marin_rl.utils.errors import UserError
+from marin_rl.serving.options import check_source, read_key, require_model
 from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
-from marin_rl.utils.settings.fields import is_loopback
 from marin_rl.utils.user_code import require_extra
 
 
@@ -81,12 +78,7 @@ def serve(config: ServeConfig) -> None:
     # Imported here because the extra is optional.
     from marin_rl.serving.http_server import HttpServer, listen, url_of
 
-    key = os.environ.get(config.api_key_env) or None
-    if key is None and not is_loopback(config.host):
-        raise UserError(
-            f"host is {config.host!r}, which other machines can reach, but {config.api_key_env} is not set; set it to "
-            "a secret key, or use host 127.0.0.1"
-        )
+    key = read_key(config.host, config.api_key_env)
     # Before the weights are loaded, which may take minutes.
     go_on_without_output()
     listener = listen(config.host, config.port, config.client_seconds)

@@ -4,7 +4,6 @@
 """Serve training over the Tinker protocol: `python -m marin_rl.tinker --model models/smollm2-135m-instruct`."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
-from marin_rl.serving.options import check_source, require_model
-from marin_rl.utils.errors import UserError
+from marin_rl.serving.options import check_source, read_key, require_model
 from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
-from marin_rl.utils.settings.fields import is_loopback, local_path
+from marin_rl.utils.settings.fields import local_path
 from marin_rl.utils.user_code import require_extra
 
 
@@ -72,12 +70,7 @@ def serve(config: TinkerConfig) -> None:
     # Imported here because the extra is optional.
     from marin_rl.serving.http_server import HttpServer, listen, url_of
 
-    key = os.environ.get(config.api_key_env) or None
-    if key is None and not is_loopback(config.host):
-        raise UserError(
-            f"host is {config.host!r}, which other machines can reach, but {config.api_key_env} is not set; set it to "
-            "a secret key that begins with tml-, or use host 127.0.0.1"
-        )
+    key = read_key(config.host, config.api_key_env, "a secret key that begins with tml-")
     if config.run is None:
         require_model(config.model)
     source = str(config.run or config.model)

@@ -3,11 +3,14 @@
 
 """Options that the commands of servers share."""
 
+import os
 from pathlib import Path
 
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.settings.fields import local_path
+from marin_rl.utils.settings.fields import is_loopback, local_path, read_api_key
 from marin_rl.utils.storage import storage_path
+
+_DEFAULT_CONTEXT = 4096
 
 
 def check_source(run: str | None, step: int | None, model: str | None) -> None:
@@ -30,3 +33,45 @@ def require_model(model: str | None) -> None:
     """Raise `UserError` unless `model` is a folder."""
     if not Path(str(model)).is_dir():
         raise UserError(f"--model is {model!r}, which is not a folder; give a folder in Hugging Face format")
+
+
+def read_key(host: str, variable: str, form: str = "a secret key") -> str | None:
+    """Return the API key that clients must send; None if clients need none.
+
+    Args:
+        host: address of the server.
+        variable: environment variable with the key.
+        form: what the key must be, for the error message.
+
+    Raises:
+        UserError: if the variable is not set, and other machines can reach the server.
+        ValueError: if the key has characters that clients cannot send.
+    """
+    if os.environ.get(variable):
+        return read_api_key(variable)
+    if is_loopback(host):
+        return None
+    raise UserError(
+        f"host is {host!r}, which other machines can reach, but {variable} is not set; set it to {form}, or use host "
+        "127.0.0.1"
+    )
+
+
+def choose_context(max_context: int | None, positions: int, default: int | None = None) -> int:
+    """Return the maximum number of tokens of a sequence.
+
+    Args:
+        max_context: the option; None for `default`.
+        positions: number of the model's positions.
+        default: None for `positions`, up to 4,096.
+
+    Raises:
+        UserError: if it exceeds `positions`.
+
+    >>> choose_context(None, 2048), choose_context(None, 8192), choose_context(5000, 8192), choose_context(None, 64, 12)
+    (2048, 4096, 5000, 12)
+    """
+    context = max_context or default or min(positions, _DEFAULT_CONTEXT)
+    if context > positions:
+        raise UserError(f"--max_context is {context}, but the model has {positions} positions; use at most that many")
+    return context

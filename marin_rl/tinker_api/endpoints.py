@@ -4,31 +4,26 @@
 """The HTTP application of the Tinker protocol, as the SDK from 0.25 to 0.38 speaks it."""
 
 import asyncio
-import contextlib
-import email.utils
 import hmac
-import secrets
-import tarfile
-import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import prometheus_client as prometheus
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from marin_rl.serving.admission import Admission, check_host, limited_app, read_body
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response, read_object
 from marin_rl.tinker_api import requests
-from marin_rl.tinker_api.checkpoints import ServedModel, spec_of, texts
+from marin_rl.tinker_api.checkpoint_endpoints import ARCHIVE, CheckpointEndpoints, Handler, lora_fields, refusals
+from marin_rl.tinker_api.checkpoints import ServedModel
 from marin_rl.tinker_api.messages import canonical_bytes, forward_backward_of, parse_forward_backward
-from marin_rl.tinker_api.records import ModelSpec, RequestError
+from marin_rl.tinker_api.records import RequestError
 from marin_rl.tinker_api.requests import BodyT, canonical_json, parse_body
 from marin_rl.tinker_api.service import Promise, Service
 
@@ -39,7 +34,6 @@ POLL_SECONDS = 30.0
 """Time for which a request for a result waits; the SDK waits 45 seconds."""
 _MAX_REQUESTS = 8192
 _MAX_BYTES = 2**29
-_LINK_SECONDS = 900
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _OPERATIONS: Mapping[str, type[requests.OperationBody]] = {
     "optim_step": requests.OptimStep,
@@ -55,7 +49,6 @@ _ABSENT = {
     "auth/token": "tokens; send an API key",
 }
 """What the server does not have, by path."""
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class TinkerApp:
@@ -71,7 +64,6 @@ class TinkerApp:
             client_seconds: maximum time in which a client sends the body of a request.
         """
         self._service, self._base, self._key, self._client_seconds = service, base, key, client_seconds
-        self._link_secret = secrets.token_bytes(32)
         self._registry = registry = prometheus.CollectorRegistry()
         self._requests = prometheus.Counter(
             "marin_rl_requests", "HTTP requests.", ("path", "status"), registry=registry
@@ -105,7 +97,6 @@ class TinkerApp:
             "unload_model": self._unload,
             "forward_backward": self._forward_backward,
             "load_weights": self._load_weights,
-            "weights_info": self._weights_info,
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "retrieve_future": self._retrieve,
@@ -116,24 +107,13 @@ class TinkerApp:
             "healthz": self._health,
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._get_sampler,
-            "sessions": self._list_sessions,
-            "sessions/{session}": self._get_session,
-            "training_runs": self._list_runs,
-            "training_runs/{model}": self._get_run,
-            "training_runs/{model}/checkpoints": self._list_checkpoints,
-            "checkpoints": self._list_checkpoints,
         }
-        checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+        saved = CheckpointEndpoints(self._service, self._values, self._check_key)
         routes = [
             Route("/metrics", self._keyed(self._metrics)),
-            Route(f"{PREFIX}/{checkpoint}/archive", self._archive),
+            Route(f"{PREFIX}/{ARCHIVE}", saved.archive),
         ]
-        for method, handlers in (
-            ("POST", posts),
-            ("GET", gets),
-            ("DELETE", {checkpoint: self._delete}),
-            ("PUT", {f"{checkpoint}/ttl": self._set_ttl}),
-        ):
+        for method, handlers in (("POST", posts), ("GET", gets), *saved.handlers().items()):
             for path, handler in handlers.items():
                 routes.append(Route(f"{PREFIX}/{path}", self._keyed(handler), methods=[method]))
         self._paths = {route.path for route in routes if "{" not in route.path}
@@ -239,7 +219,7 @@ class TinkerApp:
         id = f"{body.session_id}:train:{body.model_seq_id}"
 
         def accept() -> Promise:
-            with _refusals():
+            with refusals():
                 self._base.check_name(body.base_model)
                 spec = body.spec(seed=zlib.crc32(id.encode()))
             return self._service.create_model(
@@ -258,7 +238,7 @@ class TinkerApp:
         session, number = body.session_id, body.model_seq_id
 
         def accept() -> Promise:
-            with _refusals():
+            with refusals():
                 self._check_load(body)
             return self._service.create_model(session, number, "load_weights", values, body.base_model or "", None)
 
@@ -280,7 +260,7 @@ class TinkerApp:
                 "model_id": model.id,
                 "model_data": {"model_name": model.base_model, **tokenizer},
                 "model_name": model.base_model,
-                **_lora(model.spec),
+                **lora_fields(model.spec),
             }
         )
 
@@ -299,7 +279,7 @@ class TinkerApp:
                 problem = error
             return message, canonical_bytes(message), problem
 
-        with _refusals():
+        with refusals():
             message, body, problem = await asyncio.to_thread(parse)
             if message.seq_id < 1:
                 raise RequestError(f"seq_id is {message.seq_id}; it must be at least 1")
@@ -368,156 +348,3 @@ class TinkerApp:
         return await self._accepted(
             lambda: self._service.sample(body, canonical_json(values)), sample_sequence_ids=sequences
         )
-
-    # Checkpoints and runs.
-
-    async def _weights_info(self, request: Request) -> Response:
-        body, checkpoints = await self._body(request, requests.WeightsInfo), self._service.checkpoints
-        with _refusals(HTTPStatus.NOT_FOUND):
-            info = checkpoints.info(checkpoints.existing(body.tinker_path))
-        spec = spec_of(info)
-        trained = {name: getattr(spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-        return json_response({"base_model": info["base_model"], **_lora(spec), **trained})
-
-    def _checkpoint(self, request: Request) -> Path:
-        names = request.path_params
-        return self._service.checkpoints.existing(f"tinker://{names['model']}/{names['kind']}/{names['name']}")
-
-    async def _delete(self, request: Request) -> Response:
-        with _refusals(HTTPStatus.NOT_FOUND):
-            await self._service.call(lambda: self._service.checkpoints.delete(self._checkpoint(request)))
-        return Response(status_code=HTTPStatus.NO_CONTENT)
-
-    async def _set_ttl(self, request: Request) -> Response:
-        ttl = (await self._body(request, requests.TtlBody)).ttl_seconds
-        with _refusals(HTTPStatus.NOT_FOUND):
-            await self._service.call(lambda: self._service.checkpoints.set_ttl(self._checkpoint(request), ttl))
-        return Response(status_code=HTTPStatus.NO_CONTENT)
-
-    async def _list_checkpoints(self, request: Request) -> Response:
-        model = request.path_params.get("model")
-        with _refusals():
-            found = await asyncio.to_thread(self._service.checkpoints.list, model)
-        if model is not None:
-            return json_response({"checkpoints": found})
-        page, cursor = _page(request, found, 100)
-        return json_response({"checkpoints": page, "cursor": cursor})
-
-    async def _list_runs(self, request: Request) -> Response:
-        runs = await asyncio.to_thread(self._runs)
-        page, cursor = _page(request, runs, 20)
-        return json_response({"training_runs": page, "cursor": cursor})
-
-    async def _get_run(self, request: Request) -> Response:
-        id = request.path_params["model"]
-        for run in await asyncio.to_thread(self._runs):
-            if run["training_run_id"] == id:
-                return json_response(run)
-        raise ApiError(f"there is no training run {id!r:.200}", status=HTTPStatus.NOT_FOUND)
-
-    def _runs(self) -> list[dict[str, Any]]:
-        saved = self._service.checkpoints.list()
-
-        def newest(model: str, kind: str) -> dict[str, Any] | None:
-            prefix = f"tinker://{model}/{kind}/"
-            return next((one for one in saved if one["tinker_path"].startswith(prefix)), None)
-
-        return [
-            {
-                "training_run_id": id,
-                "base_model": run["base_model"],
-                "model_owner": "local",
-                "corrupted": False,
-                "last_request_time": run["time"],
-                "last_checkpoint": newest(id, "weights"),
-                "last_sampler_checkpoint": newest(id, "sampler_weights"),
-                "user_metadata": texts(run["user_metadata"]),
-                **_lora(ModelSpec(**run["spec"])),
-            }
-            for id, run in self._service.checkpoints.runs().items()
-        ]
-
-    async def _list_sessions(self, request: Request) -> Response:
-        page, _ = _page(request, [session.id for session in self._service.sessions()], 20)
-        return json_response({"sessions": page})
-
-    async def _get_session(self, request: Request) -> Response:
-        id = request.path_params["session"]
-        session, samplers = self._service.describe_session(id)
-        runs = await asyncio.to_thread(self._service.checkpoints.runs)
-        return json_response(
-            {
-                "training_run_ids": [name for name, run in runs.items() if run["session"] == id],
-                "sampler_ids": samplers,
-                "user_metadata": texts(session.metadata),
-                "display_name": session.display_name,
-            }
-        )
-
-    # Archives.
-
-    async def _archive(self, request: Request) -> Response:
-        """Redirect to a link that needs no key for a while, as the SDK expects, or send the files."""
-        path, query = request.url.path, request.query_params
-        if "signature" not in query:
-            self._check_key(request)
-            with _refusals(HTTPStatus.NOT_FOUND):
-                self._checkpoint(request)
-            end = int(time.time()) + _LINK_SECONDS
-            link = request.url.include_query_params(expires=end, signature=self._signature(path, str(end)))
-            headers = {"Location": str(link), "Expires": email.utils.formatdate(end, usegmt=True)}
-            return Response(status_code=HTTPStatus.FOUND, headers=headers)
-        end, signature = query.get("expires", ""), query["signature"]
-        if not hmac.compare_digest(signature.encode(), self._signature(path, end).encode()):
-            raise ApiError("the signature of this link is wrong", status=HTTPStatus.FORBIDDEN)
-        if int(end) < time.time():
-            raise ApiError("this link has expired; ask for another one", status=HTTPStatus.FORBIDDEN)
-        with _refusals(HTTPStatus.NOT_FOUND):
-            folder = self._checkpoint(request)
-        return StreamingResponse(_tar(folder), media_type="application/x-tar")
-
-    def _signature(self, path: str, end: str) -> str:
-        return hmac.digest(self._link_secret, f"{path} {end}".encode(), "sha256").hex()
-
-
-@contextlib.contextmanager
-def _refusals(status: int = HTTPStatus.BAD_REQUEST) -> Iterator[None]:
-    """Answer a `RequestError` with a status."""
-    try:
-        yield
-    except RequestError as error:
-        raise ApiError(str(error), status=status) from error
-
-
-def _lora(spec: ModelSpec | None) -> dict[str, Any]:
-    if spec is None:
-        return {}
-    return {"is_lora": spec.lora_rank > 0, "lora_rank": spec.lora_rank or None}
-
-
-def _page(request: Request, items: Sequence[Any], limit: int) -> tuple[Sequence[Any], dict[str, int]]:
-    """Return the part of a list that the query asks for, and its place."""
-    try:
-        limit = int(request.query_params.get("limit", limit))
-        offset = int(request.query_params.get("offset", 0))
-    except ValueError as error:
-        raise ApiError(f"limit and offset must be numbers: {error}", param="limit") from error
-    if limit < 0 or offset < 0:
-        raise ApiError(f"limit and offset must not be negative, got {limit} and {offset}", param="limit")
-    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
-
-
-def _tar(folder: Path) -> Iterator[bytes]:
-    """Yield the files of a folder as a tar archive."""
-    for file in sorted(folder.rglob("*")):
-        if not file.is_file():
-            continue
-        with file.open("rb") as opened:
-            info = tarfile.TarInfo(str(file.relative_to(folder)))
-            info.size = size = file.stat().st_size
-            yield info.tobuf()
-            while size and (part := opened.read(min(size, 2**20))):
-                size -= len(part)
-                yield part
-            yield bytes(-info.size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)

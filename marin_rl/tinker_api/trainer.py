@@ -36,6 +36,7 @@ from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.engine import CALL_SECONDS
+from marin_rl.serving.options import choose_context
 from marin_rl.tinker_api.adam import TrainState, new_state
 from marin_rl.tinker_api.losses import TARGETS, check_datum, read_settings
 from marin_rl.tinker_api.programs import Programs
@@ -56,10 +57,8 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.setup import platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import max_positions
 
-_DEFAULT_CONTEXT = 4096
 LORA_ALPHA = 32.0
 """The API has no alpha: an adapter's product is multiplied by `LORA_ALPHA / rank`, as in other servers."""
 SHORTEST_ROW = 128
@@ -93,14 +92,12 @@ def open_trainer(model: str, *, max_context: int | None, max_seqs: int) -> "JaxT
         PolicyModelError: if the model cannot be loaded.
         UserError: if `max_context` exceeds the number of the model's positions.
     """
-    positions = max_positions(read_hf_architecture(model))
-    if max_context is not None and max_context > positions:
-        raise UserError(f"max_context is {max_context}, but the model has {positions} positions; lower it")
+    context = choose_context(max_context, max_positions(read_hf_architecture(model)))
     return JaxTrainer(
         model,
         TokenizerConfig(path=model).build(),
         start_devices(TrainerConfig(), rows_per_device=1, alone=True),
-        max_context=max_context or min(positions, _DEFAULT_CONTEXT),
+        max_context=context,
         max_seqs=max_seqs,
         call_seconds=CALL_SECONDS,
     )

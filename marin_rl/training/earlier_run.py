@@ -42,6 +42,7 @@ from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.stops import stop_text_bytes
+from marin_rl.serving.options import choose_context
 from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
@@ -58,7 +59,6 @@ from marin_rl.utils.storage import StoragePath, replace_folder, storage_path, up
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
 
-_DEFAULT_CONTEXT = 4096
 MARKERS = ("config.json", PEFT_CONFIG)
 """Files that are written last, so that an export in an object store is complete if it has one."""
 
@@ -278,7 +278,7 @@ def load_policy(
         stop = _stop_texts(Path(str(folder)))
         trainer, version = start_devices(TrainerConfig(), rows_per_device=1, alone=True), 0
         model = load_hf_policy(str(folder), tokenizer, trainer, None)
-        context = _max_context(max_context, model, min(max_positions(model.config), _DEFAULT_CONTEXT))
+        context = choose_context(max_context, max_positions(model.config))
         sampling = SamplingConfig(max_new_tokens=context - 1, stop=stop)
     else:
         config, checkpoints = load_run(run, step)
@@ -291,8 +291,8 @@ def load_policy(
             parts.restore_policy,
         )
         is_rl = isinstance(config, TrainConfig)
-        longest = config.rollouts.max_length if is_rl else min(max_positions(model.config), _DEFAULT_CONTEXT)
-        context = _max_context(max_context, model, longest)
+        longest = config.rollouts.max_length if is_rl else None
+        context = choose_context(max_context, max_positions(model.config), longest)
         sampling = config.sampling if is_rl else SamplingConfig(max_new_tokens=context - 1)
     # The run's config is not changed: checks of training would refuse limits that are valid here.
     sampling = dataclasses.replace(
@@ -360,12 +360,3 @@ def _stop_texts(folder: Path) -> tuple[str, ...]:
         return SamplingConfig(max_new_tokens=1, stop=tuple(texts)).stop
     except ValueError as error:
         raise UserError(f"stop_strings in {file} is {value!r}: {error}") from error
-
-
-def _max_context(max_context: int | None, model: LmHeadModel, default: int) -> int:
-    max_context = max_context or default
-    if max_context > (positions := max_positions(model.config)):
-        raise UserError(
-            f"--max_context is {max_context}, but the model has {positions} positions; use at most that many"
-        )
-    return max_context

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,14 +104,15 @@ def likeliest(tinker: Any) -> list[Any]:
 
 
 def steps(tinker: Any) -> dict[str, Any]:
-    """Take ten steps."""
+    """Take ten steps; print the metrics of each one."""
     types = tinker.types
     client = tinker.ServiceClient().create_lora_training_client(base_model="base", rank=8)
     metrics: dict[str, Any] = {}
     for number in range(10):
+        if metrics:
+            print(json.dumps(metrics), flush=True)
         client.forward_backward(datums(types, [[number + 1, number + 2]]), "cross_entropy")
         metrics = client.optim_step(types.AdamParams(learning_rate=0.5)).result().metrics
-        time.sleep(0.4)
     return metrics
 
 

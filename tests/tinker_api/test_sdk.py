@@ -3,15 +3,16 @@
 
 """The server with the SDK of Tinker: of this environment, or of the Python that `MARIN_RL_TINKER_PYTHON` names."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -23,22 +24,40 @@ from tests.tinker_api.wire import serving
 
 PYTHON = os.environ.get("MARIN_RL_TINKER_PYTHON") or (sys.executable if importlib.util.find_spec("tinker") else None)
 
+SECONDS = 100.0
+"""Time after which a client is killed that does not end."""
+
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="the package tinker is not installed"),
     pytest.mark.medium,
 ]
 
 
-def client(scenario: str, url: str) -> Any:
+@contextlib.contextmanager
+def started(scenario: str, url: str) -> Iterator[IO[str]]:
+    """Start a client, and yield its output; it must end well."""
     assert PYTHON is not None
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"TINKER_API_KEY": "tml-none", "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
     # For versions of the SDK that are not installed.
     environment["PYTHONPATH"] = os.environ.get("MARIN_RL_TINKER_PATH", "")
     command = [PYTHON, "-W", "ignore", str(Path(__file__).with_name("sdk_client.py")), scenario]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(SECONDS, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            yield process.stdout
+            assert process.wait() == 0
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+def client(scenario: str, url: str) -> Any:
+    """Run a client, and return what it prints last."""
+    with started(scenario, url) as output:
+        return json.loads(output.readlines()[-1])
 
 
 def test_a_session(tmp_path: Path) -> None:
@@ -89,25 +108,25 @@ def test_likeliest_tokens_of_a_prompt(tmp_path: Path) -> None:
 def test_a_killed_server(tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "tests.tinker_api.fake_trainer", "--folder", str(tmp_path), "--port", str(port)]
-    command += ["--state-seconds", "0.5", "--deaths", "0", "0", "0", "0"]
+    # Operations take a while, so that the server is killed during the step that follows.
+    command += ["--state-seconds", "0.5", "--seconds", "0.1", "--deaths", "0", "0", "0", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    result: dict[str, Any] = {}
-    thread = threading.Thread(target=lambda: result.update(client("steps", f"http://127.0.0.1:{port}")))
     child = int(server.stdout.readline())
+    metrics: list[dict[str, float]] = []
     try:
-        thread.start()
-        for _ in range(3):
-            # During the steps, each time at another moment.
-            time.sleep(1.7)
-            os.kill(child, 9)
-            child = int(server.stdout.readline())
-        thread.join(100)
+        with started("steps", f"http://127.0.0.1:{port}") as output:
+            for line in output:
+                metrics.append(json.loads(line))
+                if len(metrics) in (2, 5, 8):
+                    os.kill(child, 9)
+                    child = int(server.stdout.readline())
     finally:
         os.kill(child, 15)
         server.wait(30)
         server.stdout.close()
-    weight = 9.0
+    weight, expected = 9.0, []
     for number in range(10):
         weight = 0.9 * weight + 0.5 * fake_loss([[number + 1, number + 2]])
-    assert result == {"weight": weight, "gradient": 0.0, "steps": 10.0}
+        expected.append({"weight": weight, "gradient": 0.0, "steps": number + 1.0})
+    assert metrics == expected
