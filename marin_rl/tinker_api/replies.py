@@ -55,8 +55,8 @@ def check_sample(params: SampleParams, max_context: int, vocab_size: int) -> Non
         raise RequestError(f"temperature is {params.temperature}; it must be finite and at least 0")
     if params.top_k != -1 or params.top_p != 1:
         raise RequestError(
-            f"top_k is {params.top_k} and top_p {params.top_p}; the server samples from the whole distribution: "
-            "set top_k=-1 and top_p=1"
+            f"top_k is {params.top_k} and top_p {params.top_p}; the server samples from the whole distribution, as the "
+            "ratios of losses need it: set top_k=-1 and top_p=1"
         )
     if params.stop is not None and not params.stop:
         raise RequestError("stop is empty; the server always ends a sample at the tokenizer's end tokens")
