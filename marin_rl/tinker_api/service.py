@@ -6,6 +6,7 @@
 import asyncio
 import dataclasses
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -136,7 +137,8 @@ class Service:
         with self._state.lock:
             self._check_open()
             id, data = f"{session}:train:{number}", requests.canonical_json(body)
-            if (known := self._repeated(f"{id}:0", data)) is not None:
+            digest = _digest(kind, data)
+            if (known := self._repeated(f"{id}:0", digest)) is not None:
                 return known
             self.session(session)
             for other in self._state.models.values():
@@ -156,7 +158,7 @@ class Service:
                     "record": "operation",
                     "id": f"{id}:0",
                     "kind": kind,
-                    "digest": _digest(data),
+                    "digest": digest,
                     "session": session,
                     "model": id,
                     "seq": 0,
@@ -182,8 +184,8 @@ class Service:
         """
         with self._state.lock:
             self._check_open()
-            id = f"{model}:{seq}"
-            if (known := self._repeated(id, body)) is not None:
+            id, digest = f"{model}:{seq}", _digest(kind, body)
+            if (known := self._repeated(id, digest)) is not None:
                 return known
             if (trained := self._state.models.get(model)) is None or trained.is_ending:
                 raise _unknown_model(model)
@@ -195,7 +197,7 @@ class Service:
             header = {
                 "id": id,
                 "kind": kind,
-                "digest": _digest(body),
+                "digest": digest,
                 "session": trained.session,
                 "model": model,
                 "seq": seq,
@@ -278,8 +280,8 @@ class Service:
         """
         with self._state.lock:
             self._check_open()
-            id = f"{body.sampling_session_id}:{body.seq_id}"
-            if (known := self._repeated(id, data)) is not None:
+            id, digest = f"{body.sampling_session_id}:{body.seq_id}", _digest("sample", data)
+            if (known := self._repeated(id, digest)) is not None:
                 return known
             sampler = self.sampler(body.sampling_session_id)
             self.session(sampler.session)
@@ -291,7 +293,7 @@ class Service:
             if waiting >= MAX_WAITING_SAMPLES:
                 raise _busy(f"{waiting} requests wait for samples")
             self._check_capacity(len(data))
-            names = {"id": id, "kind": "sample", "digest": _digest(data), "session": sampler.session}
+            names = {"id": id, "kind": "sample", "digest": digest, "session": sampler.session}
             promise = self._accept({"record": "sample", **names}, data)
             self._state.enqueue(promise)
             return promise
@@ -368,11 +370,11 @@ class Service:
             reason = "the server shuts down" if self.failure is None else f"the trainer failed: {self.failure}"
             raise ApiError(reason, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _repeated(self, id: str, body: bytes) -> Promise | None:
+    def _repeated(self, id: str, digest: str) -> Promise | None:
         """Return the request that was accepted with this id."""
         if (known := self._state.promises.get(id)) is None:
             return None
-        if known.digest != _digest(body):
+        if known.digest != digest:
             raise ApiError(f"the request {id!r} was accepted with another body; use the next seq_id")
         return known
 
@@ -389,7 +391,12 @@ class Service:
         return promise
 
 
-def _digest(body: bytes) -> str:
+def _digest(kind: str, body: bytes) -> str:
+    """Return a hash of what a repetition of a request has, too."""
+    if kind == "save_weights_for_sampler":
+        # The SDK numbers the sampling session of a repetition anew; the first number is in the result.
+        values = json.loads(body)
+        body = requests.canonical_json({**values, "sampling_session_seq_id": None})
     return hashlib.sha256(body).hexdigest()[:32]
 
 

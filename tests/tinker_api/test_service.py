@@ -82,6 +82,18 @@ def test_a_repeated_request_runs_once(server: tuple[str, Service]) -> None:
     assert wire.step(model, 2)["weight"] == 0.9 * 9 + 0.5 * gradient(fake_loss([[5]]))
 
 
+def test_a_repetition_may_have_another_number_of_its_sampling_session(wire: Wire) -> None:
+    """The SDK takes a new number for each try."""
+    session = wire.session()
+    model = wire.model(session)
+    tries = [wire.operate("save_weights_for_sampler", model, 1, sampling_session_seq_id=n) for n in (0, 1)]
+    assert tries[0] == tries[1]
+    assert wire.result(tries[1])["sampling_session_id"] == f"{session}:sample:0"
+    assert wire.weight(f"{session}:sample:0") == 9
+    other = wire.ask("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})
+    assert other.status_code == 400
+
+
 def test_forward_leaves_the_gradient(wire: Wire) -> None:
     model = wire.begin()
     wire.result(wire.forward_backward(model, 1, [[5]], forward_only=True).json()["request_id"])
