@@ -56,9 +56,9 @@ class Optimizer(Body):
 
 
 class LoraConfig(Body):
-    """Settings of a new adapter."""
+    """Settings of a new adapter; rank 0 trains all weights."""
 
-    rank: Annotated[int, Ge(1), Le(4096)]
+    rank: Annotated[int, Ge(0), Le(4096)]
     seed: Number | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -79,7 +79,9 @@ class CreateModel(Body):
         """Return the model's specification, with `seed` if the client gave none."""
         self.optimizer_config.check()
         lora = self.lora_config
-        if lora is None:
+        if lora is None or lora.rank == 0:
+            if lora is not None and not (lora.train_unembed and lora.train_mlp and lora.train_attn):
+                raise RequestError("rank 0 trains all weights; set train_unembed, train_mlp and train_attn to true")
             return ModelSpec(0, seed, True, True, True)
         return ModelSpec(
             lora.rank, seed if lora.seed is None else lora.seed, lora.train_unembed, lora.train_mlp, lora.train_attn

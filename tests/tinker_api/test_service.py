@@ -197,6 +197,15 @@ def test_one_client_trains_until_it_ends(tmp_path: Path) -> None:
         assert wire.step(wire.model(third, 1, rank=2), 1)["weight"] == 0.9 * 3
 
 
+def test_rank_0_trains_all_weights(wire: Wire) -> None:
+    session = wire.session()
+    info = wire.post("get_info", model_id=wire.model(session, rank=0))
+    assert (info["is_lora"], info["lora_rank"]) == (False, None)
+    asked = {"session_id": session, "model_seq_id": 1, "base_model": "base"}
+    refused = wire.ask("create_model", {**asked, "lora_config": {"rank": 0, "train_mlp": False}})
+    assert refused.status_code == 400
+
+
 def test_unload(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session)
