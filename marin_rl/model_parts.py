@@ -155,9 +155,7 @@ class AbstractModelParts(abc.ABC):
     def row_layout(self) -> RowLayout:
         """Shape of the microbatches, without shared prompts.
 
-        A row of R positions and P computed pairs of a query and a key costs `R + P / (6 · hidden size)`: the second
-        term is attention, relative to the flops of the linear layers of a transformer. With `per_device_parallelism`,
-        rows with shared prompts have at most as many positions as that many other rows.
+        With `per_device_parallelism`, rows with shared prompts have at most as many positions as that many other rows.
 
         Raises:
             ValueError: if the attention kernel does not support the length of a row.
@@ -181,7 +179,7 @@ class AbstractModelParts(abc.ABC):
             packed,
             whole_rollouts=self.whole_rollouts,
             group=group,
-            row_cost=row_length + self.kernel.attention_pairs(row_length, group) / (6 * hidden),
+            row_cost=self.kernel.row_cost(row_length, hidden, group),
         )
 
     @property

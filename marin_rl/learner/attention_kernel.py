@@ -152,6 +152,21 @@ class AttentionKernel:
             case _:
                 return float(prompt**2 + answers * answer * (prompt + answer))
 
+    def row_cost(self, row_length: int, hidden: int, group: GroupRow | None = None) -> float:
+        """Return the cost of a row of R positions and P computed pairs of a query and a key: `R + P / (6 · hidden)`.
+
+        The second term is attention, relative to the flops of the linear layers of a transformer.
+
+        Args:
+            row_length: positions of the row.
+            hidden: hidden size of the model.
+            group: parts of the row, if it has a shared prompt.
+
+        >>> AttentionKernel(AttentionBackend.JAX_FLASH).row_cost(600, hidden=100)
+        1200.0
+        """
+        return row_length + self.attention_pairs(row_length, group) / (6 * hidden)
+
     def supports_length(self, row_length: int) -> bool:
         """Return whether the kernel supports rows of this many positions, in blocks of its size.
 

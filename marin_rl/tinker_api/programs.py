@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
+from marin_rl.batching.packing import GroupRow
 from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.attention_kernel import AttentionKernel
 from marin_rl.learner.attention_layers import context_shards
@@ -86,8 +87,8 @@ class Programs:
         """
         self._trainer, self._kernel = trainer, kernel
         self._block_size = LOGPROB_BLOCK_SIZE[platform_of(trainer)]
-        self.compiled: set[tuple[str | int, ...]] = set()
-        """Purpose, weights, rows, row length, and targets of a position of each program that has run."""
+        self.compiled: set[tuple[str | int | GroupRow | None, ...]] = set()
+        """Purpose, weights, rows, row length, targets of a position, and group of each program that has run."""
         compiled = functools.partial(
             cast(Any, hax.named_jit),
             axis_resources=trainer.parameter_axis_mapping,
@@ -146,10 +147,10 @@ class Programs:
             kind = f"an adapter of rank {next(iter(trained.layers.values())).a.axis_size(RANK)}"
         elif trained is not None:
             kind = "all weights"
-        key = purpose, kind, *(batch.targets.axis_size(name) for name in ("batch", "position", "target"))
+        key = purpose, kind, *(batch.targets.axis_size(name) for name in ("batch", "position", "target")), batch.group
         if key not in self.compiled:
             number = len(self.compiled) + 1
-            logger.info("compiling program %d: %s %s, %d rows of %d positions with %d targets", number, *key)
+            logger.info("compiling program %d: %s %s, %d rows of %d positions with %d targets, %s", number, *key)
             self.compiled.add(key)
 
     def _place(self, batch: TokenBatch) -> TokenBatch:

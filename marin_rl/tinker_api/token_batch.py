@@ -3,17 +3,19 @@
 
 """Data of clients as microbatches of a few fixed shapes, with any targets at any position."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from haliax import Axis, NamedArray
+from jaxtyping import Int64
 
-from marin_rl.batching.packing import RowLayout, choose_layout, count_microbatches
+from marin_rl.batching.packing import Slot, count_microbatches
 from marin_rl.batching.rl_example import TokenRows
-from marin_rl.tinker_api.losses import LOSSES, TARGETS
+from marin_rl.tinker_api.losses import LOSSES, TARGETS, Loss
 from marin_rl.tinker_api.records import Datum
+from marin_rl.tinker_api.rows import Placed
 
 
 class TokenBatch(TokenRows):
@@ -34,80 +36,65 @@ class Piece(NamedTuple):
 
     batch: TokenBatch
     """The microbatch, on the host."""
-    places: list[tuple[int, int, int]]
-    """Of each datum: its index in the request, its row, and its first position."""
+    places: list[tuple[int, int, Int64[np.ndarray, " length"]]]
+    """Of each datum: its index in the request, its row, and its positions."""
 
 
-def row_length(longest: int, shortest: int, most: int) -> int:
-    """Return the smallest of `shortest`, twice, four times, … it that is at least `longest`, but at most `most`.
-
-    >>> [row_length(n, 128, 1000) for n in (5, 129, 600)]
-    [128, 256, 1000]
-    """
-    length = shortest
-    while length < longest:
-        length *= 2
-    return min(length, most)
+_TOKENS = ("input_ids", "segment_ids", "position_ids", "prompt_segment_ids")
+_VALUES = {"targets": np.int32, "scored": np.bool_, "factors": np.float32, "old_logprobs": np.float32}
 
 
-def pack_data(
-    data: Sequence[Datum], loss_fn: str, indices: Sequence[int], layout: RowLayout, pad_token_id: int
-) -> Iterator[Piece]:
-    """Pack data into microbatches of one shape, in their order as far as rows allow.
+def pack_data(data: Sequence[Datum], loss_fn: str, placed: Placed, pad_token_id: int) -> Iterator[Piece]:
+    """Put data into microbatches of one shape.
 
     The number of targets of a position is rounded up to a power of two.
 
     Args:
-        data: data with equal numbers of targets.
+        data: the data of a request.
         loss_fn: the loss.
-        indices: index of each datum in the request.
-        layout: shape of a microbatch.
+        placed: some of the data, with equal numbers of targets, and their places.
         pad_token_id: token id of padding.
 
     Yields:
         The microbatches, on the host.
     """
-    layout, slots = choose_layout([[len(datum.tokens)] for datum in data], layout)
-    width = max(datum.inputs[TARGETS].reshape(len(datum.tokens), -1).shape[1] for datum in data)
-    width = 1 << (width - 1).bit_length()
-    of_piece: list[list[int]] = [[] for _ in range(count_microbatches(slots))]
-    for index, (slot,) in enumerate(slots):
-        of_piece[slot.microbatch_index].append(index)
-    Batch, Pos = Axis("batch", layout.rows_per_microbatch), Axis("position", layout.row_length)
-    Target, loss = Axis("target", width), LOSSES[loss_fn]
+    layout, most = placed.layout, data[placed.indices[0]].inputs[TARGETS][0].size
+    shape = layout.rows_per_microbatch, layout.tokens_per_row, 1 << (most - 1).bit_length()
+    of_piece: list[list[tuple[Slot, int]]] = [[] for _ in range(count_microbatches([placed.slots]))]
+    for slot, index in sorted(zip(placed.slots, placed.indices, strict=True)):
+        of_piece[slot.microbatch_index].append((slot, index))
     for own in of_piece:
-        ids = np.full((Batch.size, Pos.size), pad_token_id, np.int32)
-        segments, positions = np.zeros_like(ids), np.zeros_like(ids)
-        targets = np.zeros((*ids.shape, width), np.int32)
-        scored = np.zeros(targets.shape, np.bool_)
-        factors, old = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, np.float32)
-        places: list[tuple[int, int, int]] = []
-        last = np.zeros(Batch.size, np.int32)
-        for index in sorted(own, key=lambda index: slots[index][0].start):
-            datum, (slot,) = data[index], slots[index]
-            length = len(datum.tokens)
-            where = slot.row, slice(slot.start, slot.start + length)
-            last[slot.row] += 1
-            ids[where], segments[where], positions[where] = datum.tokens, last[slot.row], np.arange(length)
-            # A datum without weights is only scored.
-            values = {name: array.reshape(length, -1) for name, array in datum.inputs.items()}
-            count = values[TARGETS].shape[1]
-            targets[where][:, :count], scored[where][:, :count] = values[TARGETS], True
-            if loss.factor in values:
-                factors[where][:, :count] = values[loss.factor]
-            if loss.has_old:
-                old[where][:, :count] = values["logprobs"]
-            places.append((indices[index], slot.row, slot.start))
+        arrays = {name: np.zeros(shape[:2], np.int32) for name in _TOKENS}
+        arrays |= {name: np.zeros(shape, dtype) for name, dtype in _VALUES.items()}
+        arrays["input_ids"][:] = pad_token_id
+        places = []
+        # The prompt of a row with a group is segment 1.
+        segments = np.full(shape[0], layout.group is not None, np.int32)
+        for slot, index in own:
+            segments[slot.row] += 1
+            along = np.arange(len(data[index].tokens))
+            at = along + np.where(along < slot.prompt_length, 0, slot.start - slot.prompt_length)
+            row = {name: array[slot.row] for name, array in arrays.items()}
+            _write(row, data[index], at, LOSSES[loss_fn])
+            row["segment_ids"][at] = np.where(along < slot.prompt_length, 1, segments[slot.row])
+            row["prompt_segment_ids"][at] = 1
+            places.append((index, slot.row, at))
+        if layout.group is None:
+            del arrays["prompt_segment_ids"]
+        axes = tuple(map(Axis, ("batch", "position", "target"), shape))
+        # On the host: `hax.named` would put every array on the default device.
+        named = {name: NamedArray(cast(jax.Array, array), axes[: array.ndim]) for name, array in arrays.items()}
+        yield Piece(TokenBatch(**named, group=layout.group), places)
 
-        def named(array: np.ndarray, *axes: Axis) -> NamedArray:
-            return NamedArray(cast(jax.Array, array), axes)
 
-        tokens = [named(array, Batch, Pos) for array in (ids, segments, positions)]
-        batch = TokenBatch(
-            *tokens,
-            targets=named(targets, Batch, Pos, Target),
-            scored=named(scored, Batch, Pos, Target),
-            factors=named(factors, Batch, Pos, Target),
-            old_logprobs=named(old, Batch, Pos, Target),
-        )
-        yield Piece(batch, places)
+def _write(row: Mapping[str, np.ndarray], datum: Datum, at: Int64[np.ndarray, " length"], loss: Loss) -> None:
+    """Write a datum to some positions of a row."""
+    row["input_ids"][at], row["position_ids"][at] = datum.tokens, np.arange(len(at))
+    values = {name: array.reshape(len(at), -1) for name, array in datum.inputs.items()}
+    count = values[TARGETS].shape[1]
+    row["targets"][at, :count], row["scored"][at, :count] = values[TARGETS], True
+    # A datum without weights is only scored.
+    if loss.factor in values:
+        row["factors"][at, :count] = values[loss.factor]
+    if loss.has_old:
+        row["old_logprobs"][at, :count] = values["logprobs"]

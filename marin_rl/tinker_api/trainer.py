@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.packing import RowLayout, choose_layout, count_microbatches
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
@@ -52,7 +51,8 @@ from marin_rl.tinker_api.records import (
     TopK,
 )
 from marin_rl.tinker_api.replies import Replies, check_sample
-from marin_rl.tinker_api.token_batch import Piece, pack_data, row_length
+from marin_rl.tinker_api.rows import Rows
+from marin_rl.tinker_api.token_batch import Piece, pack_data
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.setup import platform_of, start_devices
@@ -61,8 +61,6 @@ from marin_rl.utils.levanter_line import max_positions
 
 LORA_ALPHA = 32.0
 """The API has no alpha: an adapter's product is multiplied by `LORA_ALPHA / rank`, as in other servers."""
-SHORTEST_ROW = 128
-"""Positions of the shortest rows."""
 _TARGETS = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "train_mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -134,7 +132,13 @@ class JaxTrainer:
         """Maximum number of tokens of a datum or of a sample with its prompt."""
         self._base = load_hf_policy(model, tokenizer, trainer, None, trainer.mp.compute_dtype)
         self._kernel = attention_kernel(self._base.config, platform_of(trainer))
-        self._longest_row = self._kernel.fit(max_context)
+        self._rows = Rows(
+            self._kernel,
+            cast(LmConfig, self._base.config),
+            longest=max_context,
+            tokens=TOKENS_PER_MICROBATCH[platform_of(trainer)],
+            shards=trainer.data_axis_size,
+        )
         self.vocab_size = self._base.vocab_size
         """Number of tokens of the model."""
         self._spec: ModelSpec | None = None
@@ -254,27 +258,15 @@ class JaxTrainer:
         return self._base if trained is None or isinstance(trained, Adapter) else None
 
     def _pieces(self, data: Sequence[Datum], loss_fn: str) -> list[Piece]:
-        """Pack data into microbatches, those with equal numbers of targets together."""
-        if not data:
-            return []
-        longest = max(len(datum.tokens) for datum in data)
-        length = self._kernel.fit(row_length(longest, SHORTEST_ROW, self._longest_row))
+        """Put data into microbatches, those with equal numbers of targets together."""
         of_width: dict[int, list[int]] = {}
         for index, datum in enumerate(data):
             of_width.setdefault(datum.inputs[TARGETS][0].size, []).append(index)
-        pieces, pad = [], self._tokenizer.pad_token_id
+        pieces = []
         for indices in of_width.values():
-            own = [data[index] for index in indices]
-            layout = RowLayout(length, self._rows(own, length), packed=True)
-            pieces += pack_data(own, loss_fn, indices, layout, pad)
+            for placed in self._rows.place(data, indices, loss_fn):
+                pieces += pack_data(data, loss_fn, placed, self._tokenizer.pad_token_id)
         return pieces
-
-    def _rows(self, data: Sequence[Datum], length: int) -> int:
-        """Return the rows of a microbatch: those that the data fill, rounded up to a power of two, within the limit."""
-        shards = self._trainer.data_axis_size
-        most = max(TOKENS_PER_MICROBATCH[platform_of(self._trainer)] // length, 1)
-        _, slots = choose_layout([[len(datum.tokens)] for datum in data], RowLayout(length, shards, packed=True))
-        return min(1 << (count_microbatches(slots) - 1).bit_length(), most) * shards
 
     @staticmethod
     def _unpack(data: Sequence[Datum], scored: Sequence[tuple[Piece, jax.Array]]) -> list[np.ndarray]:
@@ -282,9 +274,9 @@ class JaxTrainer:
         results = [np.zeros(0, np.float32)] * len(data)
         for piece, logprobs in scored:
             values = np.asarray(logprobs)
-            for index, row, start in piece.places:
+            for index, row, at in piece.places:
                 targets = data[index].inputs[TARGETS]
-                found = values[row, start : start + len(targets), : targets[0].size]
+                found = values[row, at, : targets[0].size]
                 results[index] = np.ascontiguousarray(found.reshape(targets.shape))
         return results
 

@@ -129,7 +129,11 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(make, loss: str, width
         # With B at 0 the gradient of A is 0.
         trainer.forward_backward(request(random_data(3, "cross_entropy", seed=5)))
         trainer.optim_step(AdamParams(learning_rate=0.1))
-    data = random_data(7, loss, width=width)
+    check_against_dense_formula(trainer, random_data(7, loss, width=width), loss)
+
+
+def check_against_dense_formula(trainer: JaxTrainer, data: tuple[Datum, ...], loss: str) -> None:
+    """Compare loss, log-probs and gradient of a call."""
     trained, base = trainer._state.trained, trainer._base_of(trainer._state.trained)
 
     def compute(trained):
@@ -143,6 +147,48 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(make, loss: str, width
         np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-6)
     for found, wanted in zip(gradient_of(trainer), jax.tree.leaves(gradient), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1, np.abs(wanted).max()))
+
+
+def group_data(loss: str, *, width: int = 0, seed: int = 0) -> tuple[Datum, ...]:
+    """Return data with and without a common beginning: of two groups, equal, contained in others, and with weights."""
+    rng = np.random.default_rng(seed)
+    factor = "weights" if loss == "cross_entropy" else "advantages"
+
+    def datum(prompt: np.ndarray, length: int, first: int) -> Datum:
+        tokens = np.append(prompt, rng.integers(0, VOCAB, length)).astype(np.int32)
+        targets = np.append(tokens[1:], rng.integers(0, VOCAB)).astype(np.int64)
+        if width:
+            targets = np.column_stack([targets, *np.broadcast_to(tokens, (width - 1, len(tokens)))])
+        factors = rng.normal(size=targets.shape).astype(np.float32)
+        factors[:first] = 0
+        inputs = {"target_tokens": targets, factor: factors}
+        if loss != "cross_entropy":
+            inputs["logprobs"] = rng.uniform(-7, -4, targets.shape).astype(np.float32)
+        return Datum(tokens, inputs)
+
+    prompts = rng.integers(0, VOCAB, (3, 11))
+    samples = [datum(prompt, length, 10) for prompt in prompts[:2] for length in (2, 2, 1, 2)]
+    # Without advantage, without an answer, with loss in the prompt, and one that shares half a prompt only.
+    others = [datum(prompts[0], 2, 99), datum(prompts[1], 0, 10), datum(prompts[0], 2, 4), datum(prompts[1][:6], 5, 7)]
+    data = [*samples, *others, samples[0], samples[0], datum(prompts[2], 1, 0), datum(prompts[2][:1], 0, 0)]
+    return tuple(data[index] for index in rng.permutation(len(data)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "width"), [("cross_entropy", 0), ("cross_entropy", 3), ("importance_sampling", 2), ("ppo", 0), ("dro", 0)]
+)
+def test_data_that_share_a_prompt_have_the_results_of_each_alone(make, loss: str, width: int):
+    trainer, data = make(), group_data(loss, width=width)
+    (placed, *_) = trainer._rows.place(data, range(len(data)), loss)
+    assert (placed.layout.group is not None) == (loss != "dro")
+    check_against_dense_formula(trainer, data, loss)
+    unscored = tuple(datum._replace(inputs={"target_tokens": datum.inputs["target_tokens"]}) for datum in data)
+    if loss == "cross_entropy":
+        # Without weights, equal answers are shared, too.
+        alone = [trainer.forward_backward(request((one,), forward_only=True)).logprobs[0] for one in unscored]
+        together = trainer.forward_backward(request(unscored, forward_only=True)).logprobs
+        for found, wanted in zip(together, alone, strict=True):
+            np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
 def test_gradient_of_chunks_is_that_of_one_call(make):
