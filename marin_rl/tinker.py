@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.serving.options import check_source, read_key, require_model
+from marin_rl.utils.logs import log_to
 from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import local_path
@@ -34,7 +35,7 @@ class TinkerConfig(ConfigSection):
     """Further names of the model for clients, such as one that decides about a recipe's chat format. `model` is always
     one; so are `run` and the absolute path of its export."""
     folder: str = "runs/tinker"
-    """Folder of checkpoints, and of what a restart needs. A server that is started again with it goes on."""
+    """Folder of checkpoints, `log.txt`, and what a restart needs. A server that is started again with it goes on."""
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach requires an API key."""
     port: Annotated[int, Ge(0), Le(65535)] = 8000
@@ -92,20 +93,21 @@ def serve(config: TinkerConfig) -> None:
             step = export_once(config.run, config.step, weights)
             names = source, str(weights)
             source = f"step {step} of {source}"
-        trainer = open_trainer(str(weights), max_context=config.max_context, max_seqs=config.max_seqs)
-        base = ServedModel(
-            (*names, *config.names), trainer.base_fingerprint, trainer.max_context, tokenizer=str(weights)
-        )
-        service = Service(trainer, Path(config.folder), base)
-        app = TinkerApp(service, base, key=key, client_seconds=config.client_seconds)
-        server = HttpServer(app.app(), config.client_seconds)
-        print(
-            f"serving {escape_line(source)} to clients of Tinker at {url_of(listener)} ({trainer.max_context} "
-            f"tokens of context, {'with' if key else 'any'} API key)",
-            flush=True,
-        )
-        with exempt_from_collection():
-            server.run(service, listener)
+        with log_to(Path(config.folder, "log.txt")):
+            trainer = open_trainer(str(weights), max_context=config.max_context, max_seqs=config.max_seqs)
+            base = ServedModel(
+                (*names, *config.names), trainer.base_fingerprint, trainer.max_context, tokenizer=str(weights)
+            )
+            service = Service(trainer, Path(config.folder), base)
+            app = TinkerApp(service, base, key=key, client_seconds=config.client_seconds)
+            server = HttpServer(app.app(), config.client_seconds)
+            print(
+                f"serving {escape_line(source)} to clients of Tinker at {url_of(listener)} ({trainer.max_context} "
+                f"tokens of context, {'with' if key else 'any'} API key)",
+                flush=True,
+            )
+            with exempt_from_collection():
+                server.run(service, listener)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

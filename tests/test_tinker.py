@@ -99,6 +99,7 @@ def test_a_run_is_the_base_of_a_server_and_of_its_restart(finished_run: TinyRun,
         model = wire.result(created["request_id"])["model_id"]
         assert wire.post("get_info", model_id=model)["model_data"]["tokenizer_id"] == folder
         wire.result(wire.forward_backward(model, 1, [[5, 6, 7]]).json()["request_id"])
+    assert "compiling program 1: training an adapter of rank 2, " in (tmp_path / "server" / "log.txt").read_text()
     with started("--run", run, *options) as line:
         match = re.fullmatch(rf"serving step 6 of {run} to clients of Tinker at (http:\S+) \(.*\)\n", line)
         assert match is not None, line
