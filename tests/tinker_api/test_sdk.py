@@ -24,7 +24,7 @@ from tests.tinker_api.wire import serving
 
 PYTHON = os.environ.get("MARIN_RL_TINKER_PYTHON") or (sys.executable if importlib.util.find_spec("tinker") else None)
 
-SECONDS = 100.0
+SECONDS = 300.0
 """Time after which a client is killed that does not end."""
 
 pytestmark = [
@@ -33,16 +33,36 @@ pytestmark = [
 ]
 
 
+def options(url: str) -> dict[str, str]:
+    """Return the environment variables of a client."""
+    # The path is for versions of the SDK that are not installed.
+    client = {"PYTHONPATH": os.environ.get("MARIN_RL_TINKER_PATH", ""), "TINKER_API_KEY": "tml-none"}
+    return {**os.environ, **client, "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
+
+
+def python(*arguments: str, url: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run the Python of the SDK."""
+    command = [str(PYTHON), "-W", "ignore", *arguments]
+    return subprocess.run(command, env=options(url), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def run(program: str, url: str, *arguments: str) -> str:
+    """Run a program of this folder with the SDK; return what it prints."""
+    done = python(str(Path(__file__).with_name(program)), *arguments, url=url)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def client(scenario: str, url: str) -> Any:
+    """Run a client, and return what it prints last."""
+    return json.loads(run("sdk_client.py", url, scenario).splitlines()[-1])
+
+
 @contextlib.contextmanager
 def started(scenario: str, url: str) -> Iterator[IO[str]]:
     """Start a client, and yield its output; it must end well."""
-    assert PYTHON is not None
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"TINKER_API_KEY": "tml-none", "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
-    # For versions of the SDK that are not installed.
-    environment["PYTHONPATH"] = os.environ.get("MARIN_RL_TINKER_PATH", "")
-    command = [PYTHON, "-W", "ignore", str(Path(__file__).with_name("sdk_client.py")), scenario]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    command = [str(PYTHON), "-W", "ignore", str(Path(__file__).with_name("sdk_client.py")), scenario]
+    with subprocess.Popen(command, env=options(url), stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(SECONDS, process.kill)
         watchdog.start()
         try:
@@ -52,12 +72,6 @@ def started(scenario: str, url: str) -> Iterator[IO[str]]:
         finally:
             watchdog.cancel()
             process.kill()
-
-
-def client(scenario: str, url: str) -> Any:
-    """Run a client, and return what it prints last."""
-    with started(scenario, url) as output:
-        return json.loads(output.readlines()[-1])
 
 
 def test_a_session(tmp_path: Path) -> None:
