@@ -404,9 +404,8 @@ class JaxTrainer:
             for piece in self._pieces([_prompt_datum(job.params.prompt) for job in own], "cross_entropy"):
                 top = self._programs.top(trained, self._base_of(trained), piece.batch, count)
                 ids, logprobs = map(np.asarray, top)
-                for index, row, start in piece.places:
-                    params = own[index].params
-                    where = row, slice(start, start + len(params.prompt) - 1), slice(params.topk_prompt_logprobs)
+                for index, row, at in piece.places:
+                    where = row, at[:-1], slice(own[index].params.topk_prompt_logprobs)
                     found[own[index].key] = _after_first(ids[where]), _after_first(logprobs[where])
         return found
 
