@@ -104,7 +104,7 @@ class Sample(NamedTuple):
     """One continuation."""
 
     tokens: tuple[int, ...]
-    """At least one, the one that ended it included."""
+    """With the one that ended it; none after a scored prompt that fills the context."""
     logprobs: tuple[float, ...]
     stopped: bool
     """Whether it ended by itself, and not by its length."""

@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 
+from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.text import ReplyReader
@@ -42,7 +43,7 @@ def check_sample(params: SampleParams, max_context: int, vocab_size: int) -> Non
         raise RequestError("the prompt is empty; it must have at least one token")
     if min(params.prompt) < 0 or max(params.prompt) >= vocab_size:
         raise RequestError(f"the prompt has a token outside the vocabulary of {vocab_size}")
-    if room < 1:
+    if room < 0 or (room == 0 and not (params.prompt_logprobs or params.topk_prompt_logprobs)):
         raise RequestError(
             f"the prompt has {len(params.prompt)} tokens, which leaves no room in the context of "
             f"{max_context} (--max_context)"
@@ -51,15 +52,19 @@ def check_sample(params: SampleParams, max_context: int, vocab_size: int) -> Non
         raise RequestError(f"max_tokens is {params.max_tokens}; it must be at least 1")
     if params.num_samples < 1:
         raise RequestError(f"num_samples is {params.num_samples}; it must be at least 1")
-    if not math.isfinite(params.temperature) or params.temperature < 0:
-        raise RequestError(f"temperature is {params.temperature}; it must be finite and at least 0")
+    if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature < math.inf:
+        raise RequestError(
+            f"temperature is {params.temperature}; it must be 0 (greedy), or finite and at least {MIN_TEMPERATURE}"
+        )
     if params.top_k != -1 or params.top_p != 1:
         raise RequestError(
             f"top_k is {params.top_k} and top_p {params.top_p}; the server samples from the whole distribution, as the "
             "ratios of losses need it: set top_k=-1 and top_p=1"
         )
-    if params.stop is not None and not params.stop:
-        raise RequestError("stop is empty; the server always ends a sample at the tokenizer's end tokens")
+    if params.stop is not None and (not params.stop or "" in params.stop):
+        raise RequestError(
+            "stop is empty, or has an empty text; the server always ends a sample at the tokenizer's end tokens"
+        )
     most = min(MAX_TOPK, vocab_size)
     if not 0 <= params.topk_prompt_logprobs <= most:
         raise RequestError(f"topk_prompt_logprobs is {params.topk_prompt_logprobs}; it must be from 0 to {most}")
@@ -78,25 +83,32 @@ class _Reply:
 class Replies:
     """The samples of one version of the weights that are in progress."""
 
-    def __init__(self, sampler: GroupSampler, tokenizer: ChatTokenizer, source: SampleSource) -> None:
+    def __init__(self, sampler: GroupSampler, tokenizer: ChatTokenizer, source: SampleSource, max_context: int) -> None:
         self._sampler, self._tokenizer, self._source = sampler, tokenizer, source
+        self._max_context = max_context
         self._running: dict[int, tuple[_Reply, int]] = {}
         """Reply, and its index among the samples of its request, by number in the sampler."""
         self._results: dict[str, tuple[list[Sample | None], np.ndarray | None, TopK | None]] = {}
 
     def start(self, job: SampleJob, prompt_logprobs: np.ndarray | None, topk: TopK | None) -> None:
         """Start the samples of a request, and keep what its prompt gave; see `SampleOutputs`."""
-        params = job.params
+        params, room = job.params, self._max_context - len(job.params.prompt)
+        if not room:
+            # A sample that filled the context is scored. There is no room for a new token.
+            samples = [Sample((), (), False)] * params.num_samples
+            self._source.finish(job.key, SampleOutputs(samples, prompt_logprobs, topk))
+            return
         ends = params.stop or ()
         texts = tuple(end for end in ends if isinstance(end, str))
         tokens = tuple(end for end in ends if not isinstance(end, str))
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._results[job.key] = [None] * params.num_samples, prompt_logprobs, topk
         for index in range(params.num_samples):
             conversation = f"{job.key}/{index}" if ends else None
             request = SampleRequest(
                 params.prompt,
                 (params.seed + index) % 2**63,
-                2**31 - 1 if params.max_tokens is None else params.max_tokens,
+                max_tokens,
                 params.temperature,
                 conversation,
             )

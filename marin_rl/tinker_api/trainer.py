@@ -357,7 +357,7 @@ class JaxTrainer:
             model = self._base if trained is None else self._programs.merge(trained, self._base_of(trained))
             self._sampler.update_weights(model, self._version)
             self._sampled = id
-        replies = Replies(self._sampler, self._tokenizer, source)
+        replies = Replies(self._sampler, self._tokenizer, source, self.max_context)
         try:
             while True:
                 arrived = [job for job in source.take() if self._accept(job, source)]

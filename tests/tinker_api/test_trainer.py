@@ -362,6 +362,31 @@ def test_stops_end_a_sample_and_remain_in_it(make):
     assert cut.stopped
 
 
+@pytest.mark.parametrize("max_tokens", [None, CONTEXT - 3, CONTEXT, 10**9])
+@pytest.mark.parametrize("stop", [None, ("never",)])
+def test_a_sample_ends_with_the_context(make, max_tokens: int | None, stop: tuple[str, ...] | None):
+    source = Source([dataclasses.replace(PROMPT, max_tokens=max_tokens, stop=stop)])
+    make().sample(None, source)
+    for sample in source.results["0.0"].samples:
+        assert len(sample.tokens) == len(sample.logprobs)
+        assert sample.stopped or len(sample.tokens) == CONTEXT - len(PROMPT.prompt)
+
+
+def test_a_sample_that_filled_the_context_is_scored(make):
+    trainer = make()
+    tokens = tuple(map(int, np.random.default_rng(0).integers(0, VOCAB, CONTEXT)))
+    full = dataclasses.replace(PROMPT, prompt=tokens, max_tokens=1, prompt_logprobs=True)
+    source = Source([full, PROMPT, dataclasses.replace(full, prompt_logprobs=False, topk_prompt_logprobs=2)])
+    trainer.sample(None, source)
+    scored, _, top = (source.results[f"0.{index}"] for index in range(3))
+    logs = np.asarray(dense_logs(trainer._base, np.array(tokens, np.int32)))
+    np.testing.assert_allclose(scored.prompt_logprobs[1:], logs[np.arange(CONTEXT - 1), tokens[1:]], atol=1e-5)
+    np.testing.assert_allclose(top.topk[1][1:, 0], logs[:-1].max(axis=1), atol=1e-5)
+    # There is no room for a token.
+    assert [sample.tokens for sample in scored.samples] == [()] * full.num_samples
+    assert len(source.results["0.1"].samples) == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -369,13 +394,19 @@ def test_stops_end_a_sample_and_remain_in_it(make):
         {"prompt": (VOCAB,)},
         {"prompt": (-1,)},
         {"prompt": (1,) * CONTEXT},
+        {"prompt": (1,) * (CONTEXT + 1), "prompt_logprobs": True},
         {"max_tokens": 0},
         {"num_samples": 0},
         {"temperature": float("nan")},
         {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"temperature": 1e-31},
+        {"temperature": 5e-324},
         {"top_k": 5},
         {"top_p": 0.5},
         {"stop": ()},
+        {"stop": ("",)},
+        {"stop": ("a", "")},
         {"topk_prompt_logprobs": MAX_TOPK + 1},
         {"topk_prompt_logprobs": -1},
     ],
