@@ -79,8 +79,8 @@ def read_settings(request: ForwardBackward) -> LossSettings:
     for name, value in values.items():
         if value is None:
             raise RequestError(f"{request.loss_fn} needs loss_fn_config[{name!r}]")
-        if not np.isfinite(value):
-            raise RequestError(f"loss_fn_config[{name!r}] is {value}; it must be finite")
+        if not abs(value) <= float(np.finfo(np.float32).max):
+            raise RequestError(f"loss_fn_config[{name!r}] is {value}; it must be finite in float32")
     low, high = (np.float32(values.get(name, 0.0)) for name in _CLIP)
     number = list(LOSSES).index(request.loss_fn)
     return LossSettings(np.int32(number), low, high, np.float32(values.get("beta", 0.0)))
@@ -138,20 +138,26 @@ def token_terms(
         factors: weights `w` or advantages `A`.
         old: old log-probs `q`; 0 without them.
     """
-    # Where the factor is 0, an infinite ratio must not make NaN of the term or of its gradient.
-    ratio = jnp.exp(jnp.where(factors == 0, 0.0, logprobs - old))
+    # An infinite ratio must not make NaN of a term or gradient that does not depend on it: where the factor is 0, where
+    # the ratio is clipped, and in losses without one.
+    log_ratio = jnp.where(factors == 0, 0.0, logprobs - old)
 
     def cross_entropy() -> Array:
         return -factors * logprobs
 
     def importance_sampling() -> Array:
-        return -ratio * factors
+        return -jnp.exp(log_ratio) * factors
+
+    def clipped_ratio() -> Array:
+        return jnp.clip(jnp.exp(jax.lax.stop_gradient(log_ratio)), settings.low, settings.high)
 
     def ppo() -> Array:
-        return -jnp.minimum(ratio * factors, jnp.clip(ratio, settings.low, settings.high) * factors)
+        clipped = clipped_ratio() * factors
+        is_free = jnp.exp(log_ratio) * factors <= clipped
+        return -jnp.where(is_free, jnp.exp(jnp.where(is_free, log_ratio, 0.0)) * factors, clipped)
 
     def cispo() -> Array:
-        return -jax.lax.stop_gradient(jnp.clip(ratio, settings.low, settings.high)) * logprobs * factors
+        return -clipped_ratio() * logprobs * factors
 
     def dro() -> Array:
         return -(logprobs * factors - settings.beta / 2 * jnp.square(logprobs - old))

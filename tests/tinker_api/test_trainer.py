@@ -223,6 +223,34 @@ def test_infinite_ratio_of_a_token_without_advantage_is_no_nan(make):
     assert not any(leaf.any() for leaf in gradient_of(trainer))
 
 
+@pytest.mark.parametrize("old", [-100.0, -1000.0, -1e30])
+@pytest.mark.parametrize(("loss", "sign"), [("ppo", 1), ("cispo", 1), ("cispo", -1)])
+def test_an_infinite_ratio_that_is_clipped_is_as_a_large_one(make, loss: str, sign: int, old: float):
+    (datum,) = random_data(1, loss, seed=2)
+    advantages = sign * (1 + np.abs(datum.inputs["advantages"]))
+    # Some tokens have ratios near 1, whose gradient must remain.
+    is_infinite = np.arange(len(datum.tokens)) % 3 == 0
+
+    def run(logprob: float) -> tuple[float, list[np.ndarray]]:
+        logprobs = np.where(is_infinite, np.float32(logprob), datum.inputs["logprobs"])
+        trainer = make()
+        inputs = {**datum.inputs, "advantages": advantages, "logprobs": logprobs}
+        outputs = trainer.forward_backward(request((datum._replace(inputs=inputs),), loss))
+        return outputs.metrics["loss:sum"], gradient_of(trainer)
+
+    (loss_sum, gradient), (wanted_sum, wanted) = run(old), run(-20.0)
+    assert loss_sum == wanted_sum
+    assert any(leaf.any() for leaf in wanted)
+    for found, expected in zip(gradient, wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_loss_without_a_ratio_has_a_finite_gradient_at_any_old_logprobs(make):
+    (datum,) = random_data(1, "dro")
+    logprobs = np.full(len(datum.tokens), -1000, np.float32)
+    check_against_dense_formula(make(), (datum._replace(inputs={**datum.inputs, "logprobs": logprobs}),), "dro")
+
+
 def test_state_survives_a_folder(make, tmp_path: Path):
     trainer, data = make(LORA), random_data(5, "cross_entropy")
     step = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
@@ -425,6 +453,8 @@ def test_bad_samples_are_refused_and_others_are_answered(make, change: dict[str,
         {"config": {"clip": 1.0}},
         {"loss_fn": "dro", "config": {}},
         {"config": {}, "loss_fn": "ppo"},
+        {"data": random_data(1, "dro"), "loss_fn": "dro", "config": {"beta": 1e39}},
+        {"data": random_data(1, "ppo"), "loss_fn": "ppo", "config": {"clip_high_threshold": 1e300}},
         {"data": (Datum(np.zeros(0, np.int32), {"target_tokens": np.zeros(0, np.int64)}),)},
         {"data": (Datum(np.array([VOCAB], np.int32), {"target_tokens": np.array([1])}),)},
         {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([-1])}),)},
