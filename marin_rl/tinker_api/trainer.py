@@ -233,13 +233,19 @@ class JaxTrainer:
             RequestError: if a setting is out of range, or the gradient is not finite; nothing changes.
         """
         state = self._require_model()
-        bounds = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (0, math.inf)}
+        # As the program computes: in float32, 1 - 1e-9 is 1, and 1e-60 is 0.
+        with np.errstate(over="ignore"):
+            params = AdamParams._make(map(np.float32, params))
+        smallest = float(np.finfo(np.float32).tiny)
+        bounds = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (smallest, math.inf)}
         for name, value in params._asdict().items():
             low, high = bounds.get(name, (-math.inf, math.inf))
             if not (math.isfinite(value) and low <= value < high):
-                raise RequestError(f"adam_params.{name} is {value}; it must be finite, at least {low}, below {high}")
+                raise RequestError(
+                    f"adam_params.{name} is {value} in float32; it must be finite, at least {low}, below {high}"
+                )
         self._state = None
-        self._state, metrics = self._programs.step(state, AdamParams._make(map(np.float32, params)))
+        self._state, metrics = self._programs.step(state, params)
         norm = float(metrics["grad_norm"])
         if not math.isfinite(norm):
             raise RequestError(

@@ -416,6 +416,34 @@ def test_a_sample_that_filled_the_context_is_scored(make):
 
 
 @pytest.mark.parametrize(
+    "setting",
+    [
+        {"eps": 0.0},
+        {"eps": 1e-60},
+        {"eps": 1e-40},
+        {"eps": float("nan")},
+        {"beta1": 0.99999999},
+        {"beta2": 0.99999999},
+        {"beta2": 1.0},
+        {"beta1": -0.1},
+        {"learning_rate": 1e39},
+        {"learning_rate": -1.0},
+        {"weight_decay": 1e39},
+        {"weight_decay": -1e39},
+        {"grad_clip_norm": 1e39},
+    ],
+)
+def test_settings_that_float32_cannot_compute_with_change_nothing(make, setting: dict[str, float]):
+    trainer = make(LORA)
+    trainer.forward_backward(request(random_data(3, "cross_entropy")))
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state)]
+    with pytest.raises(RequestError):
+        trainer.optim_step(AdamParams(**setting))
+    for left, right in zip(jax.tree.leaves(trainer._state), before, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"prompt": ()},
