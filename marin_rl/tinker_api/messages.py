@@ -132,7 +132,9 @@ def forward_backward_of(message: Any) -> ForwardBackward:
     if not message.data:
         raise RequestError("data is empty; send at least one datum")
     sparse = _Budget(MAX_SPARSE_ELEMENTS)
-    data = tuple(_datum(datum, loss, f"data[{index}]", sparse) for index, datum in enumerate(message.data))
+    # Without weights a datum is only scored.
+    optional = {"weights"} if message.forward_only else set()
+    data = tuple(_datum(datum, loss, optional, f"data[{index}]", sparse) for index, datum in enumerate(message.data))
     return ForwardBackward(message.model_id, message.seq_id, data, loss, _config(message, loss), message.forward_only)
 
 
@@ -165,7 +167,7 @@ class _Budget:
             raise RequestError(f"{what}: the sparse tensors of the request have more than {MAX_SPARSE_ELEMENTS} cells")
 
 
-def _datum(message: Any, loss: str, what: str, sparse: _Budget) -> Datum:
+def _datum(message: Any, loss: str, optional: set[str], what: str, sparse: _Budget) -> Datum:
     for chunk in message.model_input:
         for kind in ("image", "dmel"):
             if chunk.HasField(kind):
@@ -177,7 +179,7 @@ def _datum(message: Any, loss: str, what: str, sparse: _Budget) -> Datum:
     given, names = set(message.loss_fn_inputs), LOSS_INPUTS[loss]
     if unknown := sorted(given - names):
         raise RequestError(f"{what}: {loss} has no input {unknown[0]!r:.100}; its inputs are {sorted(names)}")
-    if missing := sorted(names - given - {"weights"}):
+    if missing := sorted(names - given - optional):
         raise RequestError(f"{what}: {loss} needs the input {missing[0]!r}")
     inputs = {
         name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens), sparse)

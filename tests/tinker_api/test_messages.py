@@ -151,6 +151,16 @@ def test_only_some_losses_take_several_targets() -> None:
                 read_forward_backward(message.SerializeToString())
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_weights_are_needed_to_train(index: int) -> None:
+    message = parse_forward_backward(body("m", 1, [[1, 2], [3]]))
+    del message.data[index].loss_fn_inputs["weights"]
+    with pytest.raises(RequestError):
+        read_forward_backward(message.SerializeToString())
+    message.forward_only = True
+    assert "weights" not in read_forward_backward(message.SerializeToString()).data[index].inputs
+
+
 def test_prefers_the_newer_config() -> None:
     message = message_of(loss="ppo", inputs={"logprobs": -1.0, "advantages": 1.0}, config={"clip_low_threshold": 0.1})
     message.loss_fn_config_v2["clip_high_threshold"].number = 0.0
