@@ -348,8 +348,12 @@ class JaxTrainer:
         checkpoint = self._open(folder)
         id = checkpoint.progress["id"]
         if id not in self._loaded:
-            spec = ModelSpec(**checkpoint.progress["spec"])
-            self._keep(id, checkpoint.restore(self._policy_spec(spec).trained_policy, self._trainer, "trained"))
+            shape = self._policy_spec(ModelSpec(**checkpoint.progress["spec"])).trained_policy
+            try:
+                trained = checkpoint.restore(shape, self._trainer, "trained")
+            except CheckpointError as error:
+                raise RequestError(f"the weights {folder.name!r} cannot be read: {error}") from error
+            self._keep(id, trained)
         self._loaded.move_to_end(id)
         return id, self._loaded[id]
 

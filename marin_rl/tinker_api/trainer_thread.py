@@ -398,6 +398,9 @@ class _Source:
 
     def fail(self, message: str, category: str) -> None:
         """Answer the requests that have no result."""
+        if self._is_first:
+            # The trainer could not read the weights; requests that remain would be tried again, forever.
+            self.take()
         for promise in self._taken.values():
             self._thread.state.fail(promise, message, category)
         self._taken.clear()

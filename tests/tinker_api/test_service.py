@@ -22,7 +22,7 @@ from marin_rl.tinker_api import trainer_thread
 from marin_rl.tinker_api.checkpoints import ServedModel
 from marin_rl.tinker_api.journal import Journal
 from marin_rl.tinker_api.messages import message_class
-from marin_rl.tinker_api.records import SampleSource
+from marin_rl.tinker_api.records import RequestError, SampleSource
 from marin_rl.tinker_api.service import Service
 from marin_rl.tinker_api.trainer_thread import Limits
 from marin_rl.utils.errors import UserError
@@ -510,6 +510,41 @@ def test_a_failed_operation_changes_nothing_after_a_restart(tmp_path: Path) -> N
         wire = Wire(url)
         assert wire.result(step)["category"] == "server"
         assert wire.step(model, 3)["weight"] == 0.9 * 9 + 0.5 * gradient(fake_loss([[5]]))
+
+
+class Unreadable(FakeTrainer):
+    """Cannot read the weights of checkpoints, which it notices before it takes a request."""
+
+    tries = 0
+
+    def sample(self, folder: Path | None, source: SampleSource) -> None:
+        if folder is not None:
+            self.tries += 1
+            raise RequestError(f"{folder.name} is damaged")
+        super().sample(folder, source)
+
+
+def test_samples_of_unreadable_weights_fail_once(tmp_path: Path) -> None:
+    trainer = Unreadable()
+    with serving(tmp_path, trainer) as (url, _):
+        wire = Wire(url)
+        session = wire.session()
+        model = wire.model(session)
+        path = wire.result(wire.operate("save_weights_for_sampler", model, 1, path="a"))["path"]
+        damaged, base = (
+            wire.post("create_sampling_session", session_id=session, sampling_session_seq_id=number, **of)[
+                "sampling_session_id"
+            ]
+            for number, of in enumerate(({"model_path": path}, {"base_model": "base"}))
+        )
+        for seq in range(3):
+            failed = wire.result(wire.sample(damaged, seq))
+            assert failed["category"] == "user"
+            assert "damaged" in failed["error"]
+        # Neither the other samplers nor the training wait for it.
+        assert wire.weight(base) == 0
+        assert wire.step(model, 2)["weight"] == 0.9 * 9
+        assert trainer.tries == 3
 
 
 def test_a_restart_goes_on(tmp_path: Path) -> None:

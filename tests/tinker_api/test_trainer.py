@@ -415,6 +415,21 @@ def test_a_sample_that_filled_the_context_is_scored(make):
     assert len(source.results["0.1"].samples) == 2
 
 
+@pytest.mark.parametrize("damage", ["manifest.json", "*.bin"])
+def test_damaged_weights_fail_their_samples_only(make, tmp_path: Path, damage: str):
+    trainer = make(LORA)
+    for name in ("good", "bad", *"abc"):
+        # Those that were saved last are still in memory.
+        trainer.save_sampler(tmp_path / name)
+    file = max((tmp_path / "bad").rglob(damage), key=lambda file: file.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1] + b"#")
+    with pytest.raises(RequestError):
+        trainer.sample(tmp_path / "bad", Source([PROMPT]))
+    source = Source([PROMPT])
+    trainer.sample(tmp_path / "good", source)
+    assert len(source.results["0.0"].samples) == 2
+
+
 @pytest.mark.parametrize(
     "setting",
     [
