@@ -7,6 +7,7 @@
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -318,12 +319,13 @@ class JaxTrainer:
         self._state = loaded
 
     def _write(self, folder: Path, tree: Any, id: str) -> None:
-        checkpoints = Checkpoints(folder, CheckpointConfig())
         spec = dataclasses.asdict(cast(ModelSpec, self._spec))
         try:
-            checkpoints.save(tree, 0, {"id": id, "spec": spec, "base": self.base_fingerprint})
-        finally:
-            checkpoints.close()
+            with contextlib.closing(Checkpoints(folder, CheckpointConfig())) as checkpoints:
+                checkpoints.save(tree, 0, {"id": id, "spec": spec, "base": self.base_fingerprint})
+        except CheckpointError as error:
+            # Such as a full disk: nothing has changed, and training can go on.
+            raise OSError(str(error)) from error
 
     def _open(self, folder: Path) -> Any:
         try:

@@ -109,7 +109,11 @@ class TrainerThread:
         is_trained, is_sampled = self._train(), self._sample()
         while self.state.tasks:
             self.state.tasks.popleft()()
-        self._sweep()
+        try:
+            self._sweep()
+        except OSError as error:
+            # Such as a full disk. Nothing depends on it, and the next sweep tries again.
+            logger.warning("cannot delete what is no longer needed: %s", error)
         with self.state.wake:
             is_idle = not (is_trained or is_sampled or self.state.is_closing or self.state.tasks)
             if is_idle and not (self._has_training() or any(self.state.waiting.values())):
@@ -143,9 +147,9 @@ class TrainerThread:
             except Exception as error:
                 self.state.fail(promise, f"the server failed: {describe(error)}", "server")
                 self.state.journal.sync(self.state.journal.position)
-                if not (isinstance(error, OSError) and promise.kind in _WRITES):
+                if not (isinstance(error, OSError) and (promise.kind in _WRITES or model.next == 0)):
                     raise
-                logger.warning("%s: cannot write the checkpoint: %s", promise.id, error)
+                logger.warning("%s: cannot write its files: %s", promise.id, error)
         with self.state.lock:
             del model.queue[model.next]
             model.next, model.advanced = model.next + 1, time.monotonic()
@@ -261,7 +265,12 @@ class TrainerThread:
         if model.unload is not None:
             self.state.finish(model.unload, "json", requests.canonical_json({"model_id": model.id}))
         former, self.state.recovery = self.state.recovery, None
-        self.state.compact()
+        try:
+            self.state.compact()
+        except OSError as error:
+            # The longer journal remains valid, and names the recovery state.
+            logger.warning("cannot shorten the journal: %s", error)
+            return
         if former is not None:
             shutil.rmtree(self.state.hidden / former["folder"], ignore_errors=True)
 

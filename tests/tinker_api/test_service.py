@@ -547,6 +547,36 @@ def test_samples_of_unreadable_weights_fail_once(tmp_path: Path) -> None:
         assert trainer.tries == 3
 
 
+def test_a_full_disk_ends_neither_training_nor_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_thread, "_SWEEP_SECONDS", 0.05)
+    full = OSError(28, "No space left on device")
+
+    def fail(*_: object, **__: object) -> None:
+        raise full
+
+    with serving(tmp_path, limits=Limits(state=0.0)) as (url, service):
+        wire = Wire(url)
+        session = wire.session()
+        model = wire.model(session)
+        before = wire.step(model, 1)
+        with monkeypatch.context() as patched:
+            # Recovery states, shorter journals, descriptions of runs, and the deletion of old weights.
+            patched.setattr(Journal, "rewrite", fail)
+            patched.setattr(service.checkpoints, "write_run", fail)
+            patched.setattr(service.checkpoints, "delete_ephemeral", fail)
+            assert wire.step(model, 2)["weight"] == 0.9 * before["weight"]
+            new = wire.post(
+                "create_model", session_id=session, model_seq_id=1, base_model="base", lora_config={"rank": 2}
+            )
+            assert wire.result(new["request_id"])["category"] == "server"
+            until(lambda: wire.ask("get_info", {"model_id": model}).status_code == 404)
+            base = {"session_id": session, "sampling_session_seq_id": 7, "base_model": "base"}
+            assert wire.weight(wire.post("create_sampling_session", **base)["sampling_session_id"]) == 0
+        assert wire.step(wire.model(session, 2, rank=4), 1)["weight"] == 0.9 * 5
+    with serving(tmp_path) as (url, _):
+        assert Wire(url).step(f"{session}:train:2", 2)["weight"] == 0.9 * (0.9 * 5)
+
+
 def test_a_restart_goes_on(tmp_path: Path) -> None:
     trainer = FakeTrainer()
     with serving(tmp_path, trainer, Limits(state=0.0)) as (url, _):

@@ -430,6 +430,19 @@ def test_damaged_weights_fail_their_samples_only(make, tmp_path: Path, damage: s
     assert len(source.results["0.0"].samples) == 2
 
 
+def test_a_folder_that_cannot_be_written_changes_nothing(make, tmp_path: Path):
+    trainer, data = make(LORA), random_data(3, "cross_entropy")
+    trainer.forward_backward(request(data))
+    gradient = gradient_of(trainer)
+    (tmp_path / "file").touch()
+    for save in (trainer.save, trainer.save_sampler):
+        with pytest.raises(OSError, match="file"):
+            save(tmp_path / "file/folder")
+    for left, right in zip(gradient_of(trainer), gradient, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert trainer.optim_step(AdamParams())["grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     "setting",
     [
