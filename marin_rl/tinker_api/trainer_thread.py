@@ -19,7 +19,7 @@ from marin_rl.tinker_api.checkpoints import now_text, spec_of, sync_folder
 from marin_rl.tinker_api.messages import read_forward_backward, write_outputs, write_samples
 from marin_rl.tinker_api.records import RequestError, SampleJob, SampleOutputs, Trainer
 from marin_rl.tinker_api.state import Model, Promise, ServerState, error_body
-from marin_rl.utils.errors import describe
+from marin_rl.utils.errors import UserError, describe
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,12 @@ class TrainerThread:
             try:
                 form, result = self._operate(model, promise)
             except RequestError as error:
+                if promise.result is not None:
+                    # The client knows its result, and later operations need its effect.
+                    raise UserError(
+                        f"the operation {promise.id} succeeded before this start, and cannot be repeated: {error}; "
+                        "start the server with its former settings and checkpoints, or choose another folder"
+                    ) from error
                 form, result = "error", error_body(str(error), "user")
             except Exception as error:
                 self.state.fail(promise, f"the server failed: {describe(error)}", "server")

@@ -22,7 +22,7 @@ from marin_rl.tinker_api import trainer_thread
 from marin_rl.tinker_api.checkpoints import ServedModel
 from marin_rl.tinker_api.journal import Journal
 from marin_rl.tinker_api.messages import message_class
-from marin_rl.tinker_api.records import RequestError, SampleSource
+from marin_rl.tinker_api.records import ForwardBackward, LossOutputs, RequestError, SampleSource
 from marin_rl.tinker_api.service import Service
 from marin_rl.tinker_api.trainer_thread import Limits
 from marin_rl.utils.errors import UserError
@@ -545,6 +545,35 @@ def test_samples_of_unreadable_weights_fail_once(tmp_path: Path) -> None:
         assert wire.weight(base) == 0
         assert wire.step(model, 2)["weight"] == 0.9 * 9
         assert trainer.tries == 3
+
+
+class Short(FakeTrainer):
+    """Accepts data up to a length, as a server with `--max_context`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward_backward(self, request: ForwardBackward) -> LossOutputs:
+        if max(len(datum.tokens) for datum in request.data) > self.most:
+            raise RequestError(f"the server takes at most {self.most} tokens")
+        return super().forward_backward(request)
+
+
+def test_a_restart_that_would_lose_a_gradient_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path, Short(8)) as (url, _):
+        wire = Wire(url)
+        model = wire.begin()
+        refused = wire.result(wire.forward_backward(model, 1, [[5] * 9]).json()["request_id"])
+        wire.result(wire.forward_backward(model, 2, [[5] * 6]).json()["request_id"])
+    with serving(tmp_path, Short(4), fails=True) as (_, service):
+        until(lambda: service.failure is not None)
+        assert isinstance(service.failure, UserError)
+        assert f"{model}:2" in str(service.failure)
+    with serving(tmp_path, Short(8)) as (url, _):
+        wire = Wire(url)
+        assert wire.result(f"{model}:1") == refused
+        assert wire.step(model, 3)["weight"] == 0.9 * 9 + 0.5 * gradient(fake_loss([[5] * 6]))
 
 
 def test_a_full_disk_ends_neither_training_nor_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
