@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import math
+import resource
 import signal
 import socket
 import threading
@@ -18,6 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _ERROR_SECONDS = 5
 """Seconds in which clients read the errors of requests that did not complete in time."""
+_OPEN_FILES = 2**16
+"""Number of files and connections that the process may have open, if its hard limit allows it."""
 _POLL_SECONDS = 0.1
 """Seconds after which the end of the server is noticed, as in uvicorn."""
 
@@ -44,7 +47,7 @@ class Worker(Protocol):
 
 
 def listen(host: str, port: int, client_seconds: float) -> socket.socket:
-    """Open the server's socket.
+    """Open the server's socket, and allow the process many connections.
 
     Args:
         host: name or address of the interface.
@@ -59,6 +62,11 @@ def listen(host: str, port: int, client_seconds: float) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from error
+    # The usual soft limit of 1,024 is less than the requests of one client that samples, each with its connection.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # Accepted connections inherit it. It also counts while the client's receive window is full.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * client_seconds))

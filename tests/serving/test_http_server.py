@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -329,6 +330,20 @@ def test_requests_that_do_not_end_in_time_get_an_error(stream: bool, caplog: pyt
     assert response.startswith("HTTP/1.1 200" if stream else "HTTP/1.1 503")
     assert "the sampler has stopped: the server shuts down" in response
     assert caplog.records == []
+
+
+def test_a_server_may_have_more_connections_than_the_usual_soft_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        listen("127.0.0.1", 0, TIMEOUT).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard if 0 < hard < 2**16 else 2**16, hard)
+        # A higher limit stays.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        listen("127.0.0.1", 0, TIMEOUT).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
