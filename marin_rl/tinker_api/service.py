@@ -382,6 +382,8 @@ class Service:
         if self._state.waiting_bytes + size > MAX_WAITING_BYTES:
             raise _busy(f"requests of {self._state.waiting_bytes} bytes wait")
         if self._state.result_bytes > MAX_RESULT_BYTES:
+            self._state.forget_delivered(MAX_RESULT_BYTES // 2)
+        if self._state.result_bytes > MAX_RESULT_BYTES:
             raise _busy(f"results of {self._state.result_bytes} bytes are kept")
 
     def _accept(self, header: Mapping[str, Any], body: bytes) -> Promise:

@@ -366,6 +366,16 @@ class ServerState:
                 for promise in [one for one in waiting.values() if one.session == id]:
                     del waiting[promise.id]
 
+    def forget_delivered(self, most: int) -> None:
+        """Drop results that clients have read, the oldest first, until all results have at most `most` bytes."""
+        queued = {promise.id for model in self.models.values() for promise in model.queue.values()}
+        read = [one for one in self.promises.values() if one.delivered is not None and one.id not in queued]
+        for promise in sorted(read, key=lambda one: one.delivered or 0.0):
+            if self.result_bytes <= most:
+                return
+            del self.promises[promise.id]
+            self.result_bytes -= len(promise.result or b"")
+
     def living_sessions(self) -> list[Session]:
         """Return the sessions that have not ended, the newest first."""
         with self.lock:

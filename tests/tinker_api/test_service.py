@@ -606,6 +606,33 @@ def test_a_full_disk_ends_neither_training_nor_sampling(tmp_path: Path, monkeypa
         assert Wire(url).step(f"{session}:train:2", 2)["weight"] == 0.9 * (0.9 * 5)
 
 
+def test_results_that_were_read_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as (url, service):
+        wire = Wire(url)
+        session = wire.session()
+        model = wire.model(session)
+        base = {"session_id": session, "sampling_session_seq_id": 7, "base_model": "base"}
+        sampler = wire.post("create_sampling_session", **base)["sampling_session_id"]
+        for seq in range(20):
+            wire.result(wire.sample(sampler, seq))
+        unread = wire.forward_backward(model, 1, [[5]] * 100).json()["request_id"]
+        until(lambda: service.counts()["waiting_operations"] == 0)
+        monkeypatch.setattr(service_module, "MAX_RESULT_BYTES", service.counts()["result_bytes"] - 1)
+        wire.result(wire.sample(sampler, 20))
+        statuses = [wire.ask("retrieve_future", {"request_id": f"{sampler}:{seq}"}).status_code for seq in range(20)]
+        # The oldest are dropped, and no more than needed.
+        assert statuses == sorted(statuses, reverse=True)
+        assert statuses[0] == 404
+        assert wire.result(unread)
+        # Those that nobody has read are kept, so that the server refuses further requests.
+        again = wire.forward_backward(model, 2, [[5]] * 100).json()["request_id"]
+        until(lambda: service.counts()["waiting_operations"] == 0)
+        monkeypatch.setattr(service_module, "MAX_RESULT_BYTES", 1)
+        refused = {"sampling_session_id": sampler, "seq_id": 21, "prompt": {"chunks": [{"tokens": [1]}]}}
+        assert wire.ask("asample", refused).status_code == 429
+        assert wire.result(again)
+
+
 def test_a_restart_goes_on(tmp_path: Path) -> None:
     trainer = FakeTrainer()
     with serving(tmp_path, trainer, Limits(state=0.0)) as (url, _):
