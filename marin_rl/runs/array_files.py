@@ -112,13 +112,15 @@ def _is_named(leaf: object) -> bool:
     return isinstance(leaf, NamedArray)
 
 
-def copy_to_host(tree: object) -> dict[str, HostArray]:
-    """Copy the shards that this process writes to the host; the arrays may be donated afterwards.
+def copy_to_host(tree: object, *, donated: bool = True) -> dict[str, HostArray]:
+    """Copy the shards that this process writes to the host.
 
     Of equal shards on several devices, one is written.
 
     Args:
         tree: arrays, sharded over all processes.
+        donated: whether the arrays may be donated before the shards are written. If not, those in the memory of the
+            host are not copied.
 
     Returns:
         Every array by path; one without a shard of this process has none.
@@ -130,15 +132,15 @@ def copy_to_host(tree: object) -> dict[str, HostArray]:
     for shard in itertools.chain.from_iterable(shards.values()):
         shard.data.copy_to_host_async()
     return {
-        name: (_describe(name, array), [(shard.index, _on_host(shard.data)) for shard in shards[name]])
+        name: (_describe(name, array), [(shard.index, _on_host(shard.data, donated)) for shard in shards[name]])
         for name, array in arrays.items()
     }
 
 
-def _on_host(array: jax.Array) -> np.ndarray:
+def _on_host(array: jax.Array, donated: bool) -> np.ndarray:
     (device,) = array.devices()
     # On the CPU numpy would view the device's memory, which a donation reuses.
-    return np.array(array, copy=True) if device.platform == "cpu" else np.asarray(array)
+    return np.array(array, copy=True) if donated and device.platform == "cpu" else np.asarray(array)
 
 
 def _describe(name: str, array: jax.Array) -> SavedArray:

@@ -92,13 +92,22 @@ class Checkpoints:
                 Also if an old checkpoint cannot be deleted.
         """
         self.flush()
-        target = self._path(step)
-        with self._writing(target):
-            attempt = multihost.on_main(lambda: self._begin(target))
+        target, attempt = self._start(step)
         # A copy, because training changes it.
         own = json.loads(json.dumps(dict(progress)))
         self._job.start(self._write, target, attempt, step, own, copy_to_host(state), dict(files or {}))
         return target
+
+    def save_now(self, state: Any, step: int, progress: Mapping[str, Any]) -> None:
+        """Write a state before this returns, without a copy of it in memory; see `save`."""
+        self.flush()
+        self._write(*self._start(step), step, dict(progress), copy_to_host(state, donated=False), {})
+
+    def _start(self, step: int) -> tuple[StoragePath, str]:
+        """Return the folder of a checkpoint, and a unique name of this attempt."""
+        target = self._path(step)
+        with self._writing(target):
+            return target, multihost.on_main(lambda: self._begin(target))
 
     def flush(self) -> None:
         """Wait for the running save.

@@ -137,9 +137,9 @@ class Programs:
             return self._step(state, params)
 
     def merge(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
-        """Return the whole model of trained weights in compute precision."""
+        """Return the whole model of trained weights in compute precision; these weights themselves, if they are it."""
         with self._trainer.use_device_mesh():
-            return self._merge(trained, base)
+            return self._trainer.mp.cast_to_compute(trained) if base is None else self._merge(trained, base)
 
     def _count(self, purpose: str, trained: Any, batch: TokenBatch) -> None:
         kind = "the base"
@@ -156,7 +156,7 @@ class Programs:
     def _place(self, batch: TokenBatch) -> TokenBatch:
         return place(batch, self._trainer.device_mesh, self._trainer.compute_axis_mapping)
 
-    def _merge_weights(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
+    def _merge_weights(self, trained: Any, base: LmHeadModel) -> LmHeadModel:
         cast_to_compute = self._trainer.mp.cast_to_compute
         return cast_to_compute(merge_adapter(assemble(cast_to_compute(trained), base)))
 

@@ -7,7 +7,6 @@
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -191,6 +190,7 @@ class JaxTrainer:
     def create(self, spec: ModelSpec) -> None:
         """Begin training; see `Trainer.create`."""
         shapes = self._policy_spec(spec)
+        self._sampler.reset()
         self._state = None
         if spec.lora_rank:
             trained = shapes.new_adapter(jax.random.PRNGKey(spec.seed % 2**32))
@@ -213,6 +213,8 @@ class JaxTrainer:
                     f"datum {index} has {len(datum.tokens)} tokens; the server takes at most {self.max_context} "
                     "(--max_context)"
                 )
+        # Training needs the memory of its weights and cache, which further samples use again.
+        self._sampler.reset()
         scored: list[tuple[Piece, jax.Array, jax.Array]] = []
         for piece in self._pieces(request.data, request.loss_fn):
             state = cast(TrainState, self._state)
@@ -305,6 +307,7 @@ class JaxTrainer:
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Read a state; see `Trainer.load`."""
         self._require_model()
+        self._sampler.reset()
         spec = cast(ModelSpec, self._spec)
         checkpoint = self._open(folder)
         shape = self._policy_spec(spec).trained_policy
@@ -320,9 +323,9 @@ class JaxTrainer:
 
     def _write(self, folder: Path, tree: Any, id: str) -> None:
         spec = dataclasses.asdict(cast(ModelSpec, self._spec))
+        progress = {"id": id, "spec": spec, "base": self.base_fingerprint}
         try:
-            with contextlib.closing(Checkpoints(folder, CheckpointConfig())) as checkpoints:
-                checkpoints.save(tree, 0, {"id": id, "spec": spec, "base": self.base_fingerprint})
+            Checkpoints(folder, CheckpointConfig()).save_now(tree, 0, progress)
         except CheckpointError as error:
             # Such as a full disk: nothing has changed, and training can go on.
             raise OSError(str(error)) from error
@@ -381,8 +384,9 @@ class JaxTrainer:
                     replies.start(job, next(scores) if job.params.prompt_logprobs else None, tops.get(job.key))
                 if not replies.advance():
                     return
-        finally:
+        except BaseException:
             self._sampler.reset()
+            raise
 
     def _accept(self, job: SampleJob, source: SampleSource) -> bool:
         """Check a request, and answer it if it is not valid."""

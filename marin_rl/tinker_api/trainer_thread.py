@@ -40,7 +40,7 @@ class Limits:
     session: float = 120.0
     """Silence of a session after which another one may train."""
     state: float = 60.0
-    """Minimum time between two recovery states."""
+    """Time of training operations between two recovery states, which a restart repeats."""
     gap: float = 600.0
     """Time for which operations wait for an earlier one that has not arrived."""
     retained: float = 600.0
@@ -71,7 +71,7 @@ class TrainerThread:
         """
         self.state, self._trainer, self._limits = state, trainer, limits
         self._on_failed, self.on_sampled = on_failed, on_sampled
-        self._swept = self._saved = time.monotonic()
+        self._swept, self._unsaved = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
 
     def start(self) -> None:
@@ -139,6 +139,7 @@ class TrainerThread:
         is_done = promise.result is not None and (
             promise.form == "error" or promise.kind in _WRITES or promise.kind == "forward"
         )
+        started = time.monotonic()
         if not is_done:
             try:
                 form, result = self._operate(model, promise)
@@ -163,7 +164,8 @@ class TrainerThread:
             promise.body = b""
             if model.next == 1 and promise.form == "error":
                 model.is_ending = True
-        is_due = promise.kind == "optim_step" and time.monotonic() - self._saved >= self._limits.state
+        self._unsaved += time.monotonic() - started
+        is_due = promise.kind == "optim_step" and self._unsaved >= self._limits.state
         if promise.form != "error" and (is_due or promise.kind == "load_weights"):
             self._save_state(model)
         return True
@@ -196,7 +198,7 @@ class TrainerThread:
 
     def _begin(self, model: Model) -> None:
         assert model.spec is not None
-        self._saved = time.monotonic()
+        self._unsaved = 0.0
         self.state.checkpoints.write_run(
             model.id,
             {
@@ -298,7 +300,7 @@ class TrainerThread:
         else:
             if former is not None:
                 shutil.rmtree(self.state.hidden / former["folder"], ignore_errors=True)
-        self._saved = time.monotonic()
+        self._unsaved = 0.0
 
     def _sample(self) -> bool:
         """Sample for the requests to the weights that waited longest."""

@@ -88,6 +88,15 @@ def test_saved_state_is_restored_bit_for_bit(tiny, learner, state, saved: Checkp
     tiny.assert_same_bits(checkpoint.restore(like, learner.trainer, "model"), state.model)
 
 
+def test_a_state_that_is_written_at_once_is_the_same(state, saved: Checkpoints, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "now", CheckpointConfig())
+    checkpoints.save_now(state, 2, PROGRESS)
+    written, former = checkpoints.open(2), newest(saved)
+    assert (written.progress, written.arrays) == (former.progress, former.arrays)
+    state_files = {name: file for name, file in former.files.items() if name.startswith(STATE)}
+    assert {name: file for name, file in written.files.items() if name.startswith(STATE)} == state_files
+
+
 @pytest.mark.medium
 def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, tmp_path: Path) -> None:
     state = tiny.fresh_state(learner)
