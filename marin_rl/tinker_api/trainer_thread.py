@@ -37,8 +37,8 @@ _WRITES = ("save_weights", "save_weights_for_sampler")
 class Limits:
     """Times of a server, in seconds."""
 
-    session: float = 120.0
-    """Silence of a session after which another one may train."""
+    session: float = 45.0
+    """Silence of a session after which another one may train; the SDK sends a heartbeat every ten seconds."""
     state: float = 60.0
     """Time of training operations between two recovery states, which a restart repeats."""
     gap: float = 600.0
