@@ -43,7 +43,7 @@ def main(output: str, metric: str, *runs: str) -> None:
     axes = figure.add_subplot()
     colors: dict[str, str] = {}
     for run in runs:
-        label, _, folder = run.partition("=")
+        label, _, folder = run.rpartition("=")
         steps, values = read(Path(folder), metric)
         smooth = np.convolve(values, np.ones(WINDOW) / WINDOW, "valid")
         new = label not in colors
