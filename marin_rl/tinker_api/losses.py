@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from marin_rl.tinker_api.records import Datum, ForwardBackward, RequestError
+from marin_rl.tinker_api.records import MAX_TOPK, Datum, ForwardBackward, RequestError
 
 TARGETS = "target_tokens"
 
@@ -116,8 +116,11 @@ def check_datum(datum: Datum, index: int, request: ForwardBackward, vocab_size: 
             f"{where}: {TARGETS} has the shape {targets.shape}, but model_input has {length} tokens; it must be "
             f"[{length}] or [{length}, k]"
         )
-    if targets.ndim == 2 and not loss.takes_top_k:
-        raise RequestError(f"{where}: {TARGETS} has {targets.shape[1]} targets a position; {request.loss_fn} takes one")
+    most = MAX_TOPK if loss.takes_top_k else 1
+    if targets[0].size > most:
+        raise RequestError(
+            f"{where}: {TARGETS} has {targets[0].size} targets a position; {request.loss_fn} takes at most {most}"
+        )
     for name, tokens in (("model_input", datum.tokens), (TARGETS, targets)):
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()

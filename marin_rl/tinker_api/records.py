@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 MAX_TOPK = 128
-"""Maximum `topk_prompt_logprobs` of a request."""
+"""Maximum number of tokens of a position: of `topk_prompt_logprobs`, and of targets."""
 
 
 class RequestError(Exception):

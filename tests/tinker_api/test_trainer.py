@@ -518,6 +518,7 @@ def test_bad_samples_are_refused_and_others_are_answered(make, change: dict[str,
         {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([1]), "weights": np.array([np.nan])}),)},
         {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.array([1]), "mask": np.array([1.0])}),)},
         {"data": (Datum(np.array([1], np.int32), {"weights": np.array([1.0])}),)},
+        {"data": (Datum(np.array([1], np.int32), {"target_tokens": np.ones((1, 129), np.int64)}),)},
         {"data": (Datum(np.ones(CONTEXT + 1, np.int32), {"target_tokens": np.ones(CONTEXT + 1, np.int64)}),)},
     ],
 )
