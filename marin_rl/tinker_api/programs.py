@@ -87,7 +87,7 @@ class Programs:
         """
         self._trainer, self._kernel = trainer, kernel
         self._block_size = LOGPROB_BLOCK_SIZE[platform_of(trainer)]
-        self.compiled: set[tuple[str | int | GroupRow | None, ...]] = set()
+        self.compiled: set[tuple[str | int | GroupRow, ...]] = set()
         """Purpose, weights, rows, row length, targets of a position, and group of each program that has run."""
         compiled = functools.partial(
             cast(Any, hax.named_jit),
@@ -147,7 +147,8 @@ class Programs:
             kind = f"an adapter of rank {next(iter(trained.layers.values())).a.axis_size(RANK)}"
         elif trained is not None:
             kind = "all weights"
-        key = purpose, kind, *(batch.targets.axis_size(name) for name in ("batch", "position", "target")), batch.group
+        sizes = (batch.targets.axis_size(name) for name in ("batch", "position", "target"))
+        key = purpose, kind, *sizes, batch.group or "no shared prompts"
         if key not in self.compiled:
             number = len(self.compiled) + 1
             logger.info("compiling program %d: %s %s, %d rows of %d positions with %d targets, %s", number, *key)

@@ -155,7 +155,7 @@ class Rows:
     def _place_whole(self, data: Sequence[Datum], indices: Sequence[int]) -> Placed:
         """Place data in rows of 128, 256, 512, … positions."""
         lengths = [[len(data[index].tokens)] for index in indices]
-        length = self._kernel.fit(row_length(max(lengths)[0], SHORTEST_ROW, self._longest))
+        length = self._kernel.fit(row_length(max(lengths)[0], self._longest))
         rows = pack_sequences(lengths, RowLayout(length, 1, packed=True))
         layout = self._layout(length, count_microbatches(rows))
         return _placed(indices, layout, pack_sequences(lengths, layout))
@@ -198,13 +198,13 @@ class Rows:
         return RowLayout(length, own * self._shards, packed=True, group=group, row_cost=cost)
 
 
-def row_length(longest: int, shortest: int, most: int) -> int:
-    """Return the smallest of `shortest`, twice, four times, … it that is at least `longest`, but at most `most`.
+def row_length(longest: int, most: int) -> int:
+    """Return the smallest of `SHORTEST_ROW`, twice, four times, … it that is at least `longest`, but at most `most`.
 
-    >>> [row_length(n, 128, 1000) for n in (5, 129, 600)]
+    >>> [row_length(n, 1000) for n in (5, 129, 600)]
     [128, 256, 1000]
     """
-    length = shortest
+    length = SHORTEST_ROW
     while length < longest:
         length *= 2
     return min(length, most)

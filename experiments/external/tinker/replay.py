@@ -200,7 +200,7 @@ def compare(recording: Recording, trainer: JaxTrainer, served: Path, folder: Pat
 def main() -> None:
     """Replay a recording."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, required=True, help="folder of tinker_kills")
+    parser.add_argument("--folder", type=Path, required=True, help="folder that `kills` wrote")
     folder = parser.parse_args().folder
     recording: Recording = pickle.loads((folder / "recording.pickle").read_bytes())
     print(f"{len(recording.kills)} kills: {', '.join(recording.kills)}")
