@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""RLOO, GRPO, Dr. GRPO, GSPO, CISPO, PPO and two KL settings on the task of experiments/rloo.yaml.
+"""RLOO, GRPO, Dr. GRPO, MaxRL, GSPO, CISPO, PPO and two KL settings on the task of experiments/rloo.yaml.
 
 All have the same start, tasks, sample count and optimizer.
 
@@ -22,7 +22,7 @@ from experiments.rloo_in_code import rloo
 from marin_rl.config.sections import UpdateConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives.advantages import DrGrpoConfig, GrpoConfig
+from marin_rl.objectives.advantages import DrGrpoConfig, GrpoConfig, MaxRlConfig
 from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, TokenMeanConfig
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.kl import RewardKlConfig
@@ -54,6 +54,11 @@ def dr_grpo(config: TrainConfig) -> TrainConfig:
         advantage=DrGrpoConfig(),
         aggregation=ConstantConfig(length=config.sampling.max_new_tokens),
     )
+
+
+def maxrl(config: TrainConfig) -> TrainConfig:
+    """Dr. GRPO with advantages divided by the mean of the group."""
+    return dataclasses.replace(dr_grpo(config), advantage=MaxRlConfig())
 
 
 def gspo(config: TrainConfig) -> TrainConfig:
@@ -102,6 +107,7 @@ OBJECTIVES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "rloo": lambda config: config,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "maxrl": maxrl,
     "gspo": gspo,
     "cispo": cispo,
     "ppo": ppo,
@@ -129,9 +135,7 @@ def objective(name: str, seed: int, folder: Path) -> TrainConfig:
 
 def main() -> None:
     """Run the warm start or one objective."""
-    parser = argparse.ArgumentParser(
-        description="RLOO, GRPO, Dr. GRPO, GSPO, CISPO, PPO and two KL settings on the task of experiments/rloo.yaml."
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("objective", choices=["start", *OBJECTIVES])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

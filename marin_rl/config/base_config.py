@@ -286,6 +286,23 @@ def _check_critic_and_turns(config: AbstractTrainConfig) -> Iterator[str]:
         )
 
 
+def _check_returns(config: AbstractTrainConfig) -> Iterator[str]:
+    if not config.advantage.needs_non_negative_returns:
+        return
+    has_penalty = isinstance(config.kl, RewardKlConfig) and config.kl.beta > 0
+    lowering = {
+        "kl.type is in_reward": (has_penalty, "kl: {type: in_loss, beta: ...}"),
+        f"overlong.buffer is {config.overlong.buffer}": (config.overlong.buffer > 0, "overlong.buffer: 0"),
+        f"truncation.reward is {config.truncation.reward}": ((config.truncation.reward or 0) < 0, "a reward of 0"),
+    }
+    for setting, (is_set, remedy) in lowering.items():
+        if is_set:
+            yield (
+                f"{setting}, which can make returns negative, but advantage {_advantage_name(config)!r} divides by "
+                f"their mean; use {remedy}, or advantage: {{type: dr_grpo}}"
+            )
+
+
 def _check_policy_loss(config: AbstractTrainConfig) -> Iterator[str]:
     loss_name = PolicyLossConfig.get_choice_name(type(config.policy_loss))
     if config.updates.per_step > 1 and not config.policy_loss.uses_ratio:
@@ -384,6 +401,7 @@ CHECKS: tuple[Check, ...] = (
     _check_agents,
     _check_groups,
     _check_critic_and_turns,
+    _check_returns,
     _check_policy_loss,
     _check_reference,
     _check_sizes,

@@ -24,11 +24,13 @@ from marin_rl.objectives.advantage_inputs import (
 from marin_rl.objectives.advantages import (
     DrGrpoConfig,
     GrpoConfig,
+    MaxRlConfig,
     Normalization,
     ReinforceConfig,
     RlooConfig,
     dr_grpo_advantages,
     grpo_advantages,
+    maxrl_advantages,
     reinforce_advantages,
     rloo_advantages,
     turn_returns,

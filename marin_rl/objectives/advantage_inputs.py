@@ -120,6 +120,8 @@ class AdvantageConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Whether the estimator reads `values` and computes `value_targets`."""
     needs_turns: ClassVar[bool] = False
     """Whether the estimator compares turns, and therefore requires rollouts of several turns."""
+    needs_non_negative_returns: ClassVar[bool] = False
+    """Whether returns, after shaping and penalties, must not be negative."""
     is_token_level: ClassVar[bool] = False
     """Whether the tokens of one rollout can have different advantages."""
 

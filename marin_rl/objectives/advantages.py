@@ -9,6 +9,7 @@ which is excluded from the baseline and has advantage 0. A ValueError names the 
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar
@@ -116,6 +117,53 @@ class DrGrpoConfig(AdvantageConfig):
     def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
         """See [`dr_grpo_advantages`][marin_rl.objectives.advantages.dr_grpo_advantages]."""
         return _per_rollout(groups, dr_grpo_advantages, self.normalize)
+
+
+def maxrl_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:
+    """Compute mean-centred advantages divided by the group's mean, `A_i = (R_i - mean R)/mean R`.
+
+    Exactly 0 if all rewards are equal (none is a success, or all are) or there is only one; at most G - 1. With rewards
+    in {0, 1} and success probability p, the expectation of `1/G · Σ_i A_i · ∇log π_i` is
+    `Σ_{k=1}^{G-1} 1/k · ∇pass@k`, the first G - 1 terms of `∇log p`. The paper's estimator without the subtracted mean
+    has G terms; the subtracted mean, which groups without a success lack, lowers the variance and takes the last one.
+
+    Raises:
+        ValueError: if a reward is negative or not finite; the message names its index.
+
+    >>> maxrl_advantages([1.0, 0.0, 0.0, 0.0]).tolist()
+    [3.0, -1.0, -1.0, -1.0]
+    >>> maxrl_advantages([0.0, None, 0.0]).tolist()
+    [0.0, 0.0, 0.0]
+
+    Source: Tajwar et al. 2026, arXiv 2602.02710, algorithm 1.
+    """
+    for index, reward in enumerate(rewards):
+        if reward is not None and math.isfinite(reward) and reward < 0:
+            raise ValueError(f"rewards[{index}] is {reward}; {_NON_NEGATIVE}")
+    return _apply(rewards, _relative_to_mean)
+
+
+_NON_NEGATIVE = "maxrl divides by the mean of the group, so no return may be negative; use rewards in [0, 1]"
+
+
+def _relative_to_mean(returns: Float64[np.ndarray, " present"]) -> Float64[np.ndarray, " present"]:
+    mean = math.fsum(returns.tolist()) / returns.size
+    return centered(returns) / mean if mean else np.zeros(returns.size)
+
+
+@AdvantageConfig.register_subclass("maxrl")
+@dataclasses.dataclass(frozen=True)
+class MaxRlConfig(AdvantageConfig):
+    """Advantages centred and divided by the mean of the group: rare successes weigh more. For rewards in [0, 1]."""
+
+    needs_non_negative_returns: ClassVar[bool] = True
+
+    def compute(self, groups: Sequence[Sequence[AdvantageInputs]]) -> list[list[TokenAdvantages]]:
+        """See [`maxrl_advantages`][marin_rl.objectives.advantages.maxrl_advantages]."""
+        for inputs in itertools.chain.from_iterable(groups):
+            if inputs.total_return is not None and inputs.total_return < 0:
+                raise ValueError(f"rollout {inputs.id}: its return is {inputs.total_return}; {_NON_NEGATIVE}")
+        return _per_rollout(groups, maxrl_advantages)
 
 
 def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray, " group"]:

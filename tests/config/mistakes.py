@@ -151,6 +151,16 @@ SETTINGS: dict[str, Mistake] = {
     ),
     "critic missing": _of("--advantage.type gae", "'gae' needs a critic", "critic: {shared_trunk: true}"),
     "critic": _of("--critic {}", "critic is set, but advantage 'rloo'", "advantage: {type: gae}, or critic: null"),
+    "penalty and mean": _of(
+        "--advantage.type maxrl --kl '{type: in_reward, beta: 0.1}'",
+        *("kl.type is in_reward, which can make returns negative, but advantage 'maxrl'", "{type: in_loss", "dr_grpo"),
+    ),
+    "overlong and mean": _of(
+        "--advantage.type maxrl --overlong.buffer 1", "overlong.buffer is 1, which can make", "overlong.buffer: 0"
+    ),
+    "truncation and mean": _of(
+        "--advantage.type maxrl --truncation '{type: reward, reward: -1}'", "truncation.reward is -1.0, which can make"
+    ),
     "turns": _of("--advantage.type gigpo", "'gigpo' compares the turns", "advantage: {type: rloo}"),
     "observations": _of(
         "--observation_loss.coefficient 0.1", "observation_loss is set, but rollouts.max_turns is 1", "loss: null"

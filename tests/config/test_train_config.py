@@ -92,7 +92,7 @@ CHOICES: dict[str, tuple[type, dict[str, dict[str, Any]]]] = {
     "advantage": (
         AdvantageConfig,
         {
-            **{name: {} for name in ("rloo", "grpo", "dr_grpo", "reinforce")},
+            **{name: {} for name in ("rloo", "grpo", "dr_grpo", "maxrl", "reinforce")},
             "gae": {"critic": {}},
             "gigpo": SEVERAL_TURNS,
         },

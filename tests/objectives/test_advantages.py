@@ -18,11 +18,13 @@ from marin_rl.objectives import (
     GaeConfig,
     GigpoConfig,
     GrpoConfig,
+    MaxRlConfig,
     Normalization,
     ReinforceConfig,
     RlooConfig,
     dr_grpo_advantages,
     grpo_advantages,
+    maxrl_advantages,
     reinforce_advantages,
     rloo_advantages,
     turn_returns,
@@ -31,7 +33,8 @@ from tests.objectives.advantage_cases import advantages, batches, make_inputs, p
 
 FUNCTIONS = {"rloo": rloo_advantages, "dr_grpo": dr_grpo_advantages, "reinforce": reinforce_advantages}
 BASELINED = [rloo_advantages, grpo_advantages, dr_grpo_advantages]
-ALL = [*BASELINED, reinforce_advantages]
+NON_NEGATIVE = [*BASELINED, maxrl_advantages]
+ALL = [*NON_NEGATIVE, reinforce_advantages]
 
 reward = st.floats(-100, 100, allow_nan=False)
 group = st.lists(st.none() | reward, min_size=1, max_size=9)
@@ -93,7 +96,7 @@ def test_equal_rewards_give_zero_without_rounding_residue():
     assert rloo_advantages([0.1] * 6).tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("compute", BASELINED)
+@pytest.mark.parametrize("compute", NON_NEGATIVE)
 def test_group_of_one_is_zero(compute):
     assert compute([3.0]).tolist() == [0.0]
 
@@ -130,7 +133,7 @@ def test_advantages_do_not_depend_on_rollout_order(compute, rewards, seed):
     assert compute([rewards[i] for i in order]).tolist() == compute(rewards)[order].tolist()
 
 
-@pytest.mark.parametrize("compute", BASELINED)
+@pytest.mark.parametrize("compute", NON_NEGATIVE)
 @given(rewards=st.lists(st.none() | st.integers(0, 9).map(float), min_size=1, max_size=9))
 def test_advantages_with_a_baseline_sum_to_zero_and_keep_the_reward_order(compute, rewards):
     advantages = compute(rewards)
@@ -293,10 +296,11 @@ def test_discount_has_no_effect_with_one_turn():
 
 
 def test_configs_are_selected_by_type():
-    assert set(AdvantageConfig.get_known_choices()) == {"rloo", "grpo", "dr_grpo", "reinforce", "gigpo", "gae"}
+    assert set(AdvantageConfig.get_known_choices()) == {"rloo", "grpo", "dr_grpo", "maxrl", "reinforce", "gigpo", "gae"}
     assert draccus.decode(AdvantageConfig, {"type": "rloo"}) == RlooConfig()
     assert draccus.decode(AdvantageConfig, {"type": "grpo"}) == GrpoConfig()
     assert draccus.decode(AdvantageConfig, {"type": "dr_grpo"}) == DrGrpoConfig()
+    assert draccus.decode(AdvantageConfig, {"type": "maxrl"}) == MaxRlConfig()
     assert draccus.decode(AdvantageConfig, {"type": "reinforce"}) == ReinforceConfig()
     assert draccus.decode(AdvantageConfig, {"type": "reinforce", "gamma": 0.9}) == ReinforceConfig(0.9)
     assert draccus.decode(AdvantageConfig, {"type": "gigpo"}) == GigpoConfig()
@@ -310,7 +314,8 @@ def test_normalization_is_selected_by_name(name, config, normalize):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("rloo", 2), ("grpo", 2), ("dr_grpo", 2), ("gigpo", 2), ("reinforce", 1), ("gae", 1)]
+    ("name", "size"),
+    [*((name, 2) for name in ("rloo", "grpo", "dr_grpo", "maxrl", "gigpo")), ("reinforce", 1), ("gae", 1)],
 )
 def test_minimum_group_size_is_the_smallest_with_non_zero_advantages(name, size):
     config = AdvantageConfig.get_choice_class(name)(**({"whiten": False} if name == "gae" else {}))
