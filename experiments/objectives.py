@@ -1,15 +1,17 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""RLOO, GRPO, Dr. GRPO, MaxRL, GSPO, CISPO, PPO and two KL settings on the task of experiments/rloo.yaml.
+"""RLOO, GRPO, Dr. GRPO, MaxRL, GSPO, CISPO, PPO and two KL settings on the task of an experiment with RLOO.
 
 All have the same start, tasks, sample count and optimizer.
 
     python -m experiments.objectives start --seed 1
     python -m experiments.objectives gspo --seed 1
+    python -m experiments.objectives gspo --seed 1 --config experiments/tasks/countdown.yaml
 
-`start` runs the warm start of a seed, from which all objectives with that seed are initialized. Each takes 150 steps of
-512 rollouts. Objectives with ratios use four minibatches and a third of the learning rate; RLOO uses one update.
+`start` runs the warm start of a seed, from which all objectives with that seed are initialized; an experiment that
+continues another run has none. Objectives with ratios use four minibatches and a third of the learning rate; RLOO uses
+one update.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.rloo_in_code import rloo
+from marin_rl.config.command_line import parse_config
 from marin_rl.config.sections import UpdateConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import CriticConfig
@@ -29,10 +31,12 @@ from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import CispoLossConfig, GspoLossConfig, PolicyLossConfig, PpoClipLossConfig
 from marin_rl.training.session import run_session
 
+CONFIG = Path(__file__).parent / "rloo.yaml"
+
 
 def in_minibatches(config: TrainConfig, policy_loss: PolicyLossConfig) -> TrainConfig:
     """Return the config with four updates per step, a third of the learning rate, and a term with ratios."""
-    optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-4)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=round(config.optimizer.learning_rate / 3, 9))
     return dataclasses.replace(
         config, policy_loss=policy_loss, updates=UpdateConfig(minibatches=4), optimizer=optimizer
     )
@@ -83,7 +87,7 @@ def ppo(config: TrainConfig) -> TrainConfig:
     """A critic on the policy's trunk instead of groups, as in experiments/ppo.yaml."""
     return dataclasses.replace(
         in_minibatches(config, PpoClipLossConfig()),
-        rollouts=dataclasses.replace(config.rollouts, prompts_per_step=512, group_size=1),
+        rollouts=dataclasses.replace(config.rollouts, prompts_per_step=config.rollouts.rollouts_per_step, group_size=1),
         advantage=GaeConfig(gamma=1.0, lam=1.0),
         critic=CriticConfig(shared_trunk=True, coefficient=0.1),
         aggregation=TokenMeanConfig(),
@@ -116,20 +120,25 @@ OBJECTIVES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
 }
 
 
-def start(seed: int, folder: Path) -> TrainConfig:
+def read(seed: int, file: Path) -> TrainConfig:
+    """Return the config of an experiment with the given seed."""
+    return parse_config(TrainConfig, ["--config", str(file), "--seed", str(seed)]).config
+
+
+def start(seed: int, folder: Path, file: Path = CONFIG) -> TrainConfig:
     """Return the config of a seed's warm start without RL."""
-    return dataclasses.replace(rloo(seed), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
+    return dataclasses.replace(read(seed, file), run_dir=str(folder / f"start-seed{seed}"), num_steps=0)
 
 
-def objective(name: str, seed: int, folder: Path) -> TrainConfig:
+def objective(name: str, seed: int, folder: Path, file: Path = CONFIG) -> TrainConfig:
     """Return the config of an objective's run from the start of its seed."""
-    config = OBJECTIVES[name](rloo(seed))
+    config = OBJECTIVES[name](read(seed, file))
     return dataclasses.replace(
         config,
         run_dir=str(folder / f"{name}-seed{seed}"),
-        initialize_from=str(folder / f"start-seed{seed}"),
+        initialize_from=config.initialize_from or str(folder / f"start-seed{seed}"),
         warm_start=dataclasses.replace(config.warm_start, max_steps=0),
-        evaluation=dataclasses.replace(config.evaluation, every=25),
+        evaluation=dataclasses.replace(config.evaluation, every=config.num_steps // 6),
     )
 
 
@@ -141,12 +150,13 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/objectives"), help="parent folder of the run directories"
     )
-    parser.add_argument("--steps", type=int, default=None, help="number of steps (default: 150)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="experiment with RLOO")
+    parser.add_argument("--steps", type=int, default=None, help="number of steps (default: that of the experiment)")
     arguments = parser.parse_args()
     if arguments.objective == "start":
-        config = start(arguments.seed, arguments.folder)
+        config = start(arguments.seed, arguments.folder, arguments.config)
     else:
-        config = objective(arguments.objective, arguments.seed, arguments.folder)
+        config = objective(arguments.objective, arguments.seed, arguments.folder, arguments.config)
         config = dataclasses.replace(config, num_steps=arguments.steps or config.num_steps)
     run_session(config, sys.stdout)
 

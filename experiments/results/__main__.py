@@ -1,0 +1,60 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The results page: its runs, and its tables and plots from the records that they leave.
+
+python -m experiments.results                        # tables and plots of docs/pages/results.md, from the records
+python -m experiments.results --quick [NAME ...]     # a small version of each task, against its recorded band
+python -m experiments.results --run NAME [NAME ...]  # all runs of a result that have no record yet
+"""
+
+import argparse
+import sys
+
+from experiments.results import page
+from experiments.results.runs import ROOT, add, execute, read, scores
+from experiments.results.tasks import COMPARED, TASKS, compared_runs
+
+
+def run_all(name: str) -> None:
+    """Execute the runs of a result that have no record, and add their records."""
+    planned = TASKS[name].runs() if name in TASKS else compared_runs(COMPARED[name])
+    for run in planned:
+        if all((run.label, run.seed) != (record.label, record.seed) for record in read(name)):
+            add(name, execute(run))
+
+
+def quick(name: str) -> bool:
+    """Execute the quick version of a task; print and return whether its score is in the band."""
+    task = TASKS[name]
+    run = task.run(1, task.quick_steps)
+    execute(run)
+    _, sampled, _ = scores(ROOT / run.directory)
+    low, high = task.band
+    right = low <= sampled[-1] <= high
+    where = "within" if right else "OUTSIDE"
+    print(f"{name}: {sampled[0]:.3f} -> {sampled[-1]:.3f} after {task.quick_steps} steps, {where} {low} to {high}")
+    return right
+
+
+def main() -> int:
+    """Return 1 if a quick version is outside its band, otherwise 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true")
+    how.add_argument("--run", action="store_true")
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *TASKS, *COMPARED])
+    arguments = parser.parse_args()
+    if arguments.run:
+        for name in arguments.names or [*TASKS, *COMPARED]:
+            run_all(name)
+    elif arguments.quick:
+        return int(not all(map(quick, arguments.names or TASKS)))
+    page.update()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run of TRL's `GRPOTrainer` on the problem of `against_trl`, in an environment with TRL and without marin_rl.
+
+    python -m experiments.trl_sums --problem FOLDER --output FILE --rows 64
+
+Appends one JSON object per step to the output, with the names of marin_rl's metrics. Held-out problems are answered
+with `model.generate`, sampled at temperature 1 and greedily, as often as marin_rl evaluates.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+Problem = dict[str, Any]
+"""See `against_trl.prepare`."""
+
+
+class Writer(TrainerCallback):
+    """Writes the reward of each step, and the accuracy on held-out problems."""
+
+    def __init__(self, problem: Problem, tokenizer: Any, output: Path) -> None:
+        self._problem = problem
+        self._tokenizer = tokenizer
+        self._output = output
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate the start."""
+        self._write({"step": 0, **self._accuracies(kwargs["model"])})
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write a step; the summary at the end of training has no loss."""
+        logs: dict[str, float] = kwargs["logs"]
+        if "loss" not in logs:
+            return
+        record = {"step": state.global_step, "reward/correct/mean": logs["reward"], "gradient_norm": logs["grad_norm"]}
+        if state.global_step % self._problem["every"] == 0:
+            record |= self._accuracies(kwargs["model"])
+        self._write(record)
+
+    def _write(self, record: Problem) -> None:
+        with self._output.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _accuracies(self, model: Any) -> dict[str, float]:
+        """Return the share of right answers, sampled and greedy."""
+        questions, answers = zip(*self._problem["held_out"], strict=True)
+        batch = self._tokenizer(list(questions), return_tensors="pt", padding=True, padding_side="left")
+        shares = {}
+        for name, sampled in (("sampled", True), ("greedy", False)):
+            with torch.no_grad():
+                ids = model.generate(
+                    **batch, max_new_tokens=self._problem["new_tokens"], do_sample=sampled, temperature=None, top_k=0
+                )
+            replies = self._tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+            right = sum(reply == answer for reply, answer in zip(replies, answers, strict=True))
+            shares[f"eval/{self._problem['environment']}/accuracy_{name}"] = right / len(answers)
+        return shares
+
+
+def trainer_config(problem: Problem, folder: Path, rows: int) -> GRPOConfig:
+    """Return TRL's settings; `rows` are those of a forward and backward pass.
+
+    With `scale_rewards="none"` the advantage is the reward minus the mean of its group, (G - 1)/G times that of RLOO.
+    With `loss_type="dr_grpo"` the loss is the sum over tokens by N·L, where marin_rl divides by N. The bound on the
+    norm of the gradient is scaled by both factors; Adam does not depend on them.
+    """
+    group, tokens = problem["group_size"], problem["new_tokens"]
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=problem["steps"],
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=problem["prompts_per_step"] * group // rows,
+        num_generations=group,
+        max_completion_length=tokens,
+        temperature=1.0,
+        top_k=0,
+        beta=0.0,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        max_grad_norm=problem["max_grad_norm"] * (group - 1) / group / tokens,
+        learning_rate=problem["learning_rate"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        adam_beta1=problem["beta1"],
+        adam_beta2=problem["beta2"],
+        adam_epsilon=problem["epsilon"],
+        bf16=False,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=problem["seed"],
+    )
+
+
+def main() -> None:
+    """Train, and write the metrics."""
+    parser = argparse.ArgumentParser(description="TRL's side of against_trl")
+    parser.add_argument("--problem", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    problem = json.loads((arguments.problem / "problem.json").read_text())
+    prompts, answers = zip(*problem["train"], strict=True)
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(reply == right) for reply, right in zip(completions, answer, strict=True)]
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.problem / "model")
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(arguments.problem / "model", dtype=torch.float32),
+        reward_funcs=reward,
+        args=trainer_config(problem, arguments.problem, arguments.rows),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
+        processing_class=tokenizer,
+        callbacks=[Writer(problem, tokenizer, arguments.output)],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
