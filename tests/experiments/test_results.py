@@ -1,0 +1,129 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import dataclasses
+import json
+import multiprocessing
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.results import page, runs
+from experiments.results.runs import Record, add, read, scores
+from experiments.results.tasks import COMPARED, TASKS, compared_runs
+from marin_rl.config.command_line import parse_config
+from marin_rl.config.train_config import TrainConfig
+
+RECORD = Record("rloo", 1, "marin_rl.train", "2026-11-28", {"jax": "1"}, 60.0, (0, 10), (0.2, 0.5), (0.3, 0.6))
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "RECORDS", tmp_path)
+    return tmp_path
+
+
+def write_metrics(folder, *records):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_scores_are_those_of_the_evaluations(tmp_path):
+    write_metrics(
+        tmp_path,
+        {"step": 0, "eval/sums/accuracy_sampled": 0.1, "eval/sums/accuracy_greedy": 0.2, "eval/sums/tasks": 8.0},
+        {"step": 1, "train/rewards": 0.5},
+        {"step": 2, "eval/sums/accuracy_sampled": 0.3, "eval/sums/accuracy_greedy": 0.4},
+    )
+    assert scores(tmp_path) == ((0, 2), (0.1, 0.3), (0.2, 0.4))
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [({"step": 1, "train/rewards": 0.5}, "no evaluation"), ({"step": 0}, "no evaluation")],
+)
+def test_a_run_without_evaluation_is_refused(tmp_path, record, problem):
+    write_metrics(tmp_path, record)
+    with pytest.raises(ValueError, match=problem):
+        scores(tmp_path)
+
+
+def test_a_run_with_two_environments_is_refused(tmp_path):
+    names = [f"eval/{name}/accuracy_{kind}" for name in ("a", "b") for kind in ("sampled", "greedy")]
+    write_metrics(tmp_path, {"step": 0, **dict.fromkeys(names, 0.5)})
+    with pytest.raises(ValueError, match="several environments"):
+        scores(tmp_path)
+
+
+def test_a_record_replaces_that_of_the_same_seed(records):
+    for record in (RECORD, dataclasses.replace(RECORD, seed=2), dataclasses.replace(RECORD, cpu_seconds=30.0)):
+        add("sums", record)
+    assert [(record.seed, record.cpu_seconds) for record in read("sums")] == [(1, 30.0), (2, 60.0)]
+
+
+def _add(folder, seed):
+    runs.RECORDS = folder
+    add("sums", dataclasses.replace(RECORD, seed=seed))
+
+
+def test_records_of_processes_at_the_same_time_are_all_kept(records):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_add, args=(records, seed)) for seed in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [record.seed for record in read("sums")] == list(range(3))
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    generator = np.random.default_rng(0)
+    samples = generator.normal(3.0, 2.0, (2000, 5))
+    covered = [abs(mean - 3.0) <= half for mean, half in map(page.interval, samples)]
+    # Four standard errors of a share of 0.95.
+    assert np.mean(covered) == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 2000) ** 0.5)
+    mean, half = page.interval(samples[0], 0.8)
+    low, high = stats.t.interval(0.8, 4, loc=np.mean(samples[0]), scale=stats.sem(samples[0]))
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+
+
+def test_a_difference_is_real_only_if_its_interval_excludes_0(records):
+    numbers = random.Random(0)
+    for seed in range(1, 6):
+        base = numbers.uniform(0.4, 0.6)
+        for label, shift in (("rloo", 0.0), ("grpo", 0.1 + 0.001 * seed), ("ppo", 0.1 * (-1) ** seed)):
+            record = dataclasses.replace(RECORD, label=label, seed=seed, sampled=(0.2, base + shift))
+            add("objectives_sums", record)
+    lines = page.objective_table("objectives_sums").splitlines()
+    assert {line.split("`")[1]: "real" in line for line in lines[2:]} == {"grpo": True, "ppo": False, "rloo": False}
+
+
+def test_tables_stand_between_their_markers(records):
+    for label in ("its own", "random"):
+        add("sums", dataclasses.replace(RECORD, label=label))
+    text = "# Results\n\n<!-- tasks -->\nold\n<!-- end -->\n\nafter\n"
+    once = page.with_tables(text)
+    assert once == page.with_tables(once)
+    assert "old" not in once and once.startswith("# Results\n\n<!-- tasks -->\n| task") and once.endswith("\n\nafter\n")
+
+
+def test_the_page_has_the_tables_of_the_records():
+    assert page.PAGE.read_text() == page.with_tables(page.PAGE.read_text())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_runs_of_a_task_differ_in_seed_and_rewards_only(name):
+    planned = list(TASKS[name].runs())
+    assert len({run.directory for run in planned}) == len(planned)
+    for run in planned[:-1]:
+        module, *arguments = run.command.split()
+        config = parse_config(TrainConfig, arguments).config
+        assert (module, config.seed, config.run_dir) == ("marin_rl.train", run.seed, run.directory)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_compared_runs_have_the_start_of_their_seed(name):
+    planned = list(compared_runs(COMPARED[name]))
+    assert len({run.directory for run in planned}) == len(planned)
+    assert {run.before[0].split()[3] for run in planned if run.seed == 2} == {"2"}
