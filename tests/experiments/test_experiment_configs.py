@@ -28,11 +28,13 @@ def read(name: str) -> TrainConfig:
     return parse_config(TrainConfig, ["--config", str(EXPERIMENTS / name)]).config
 
 
-@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted([*EXPERIMENTS.glob("*.yaml"), *EXPERIMENTS.glob("tasks/*.yaml")]), ids=lambda path: path.name
+)
 def test_every_experiment_is_valid_and_has_its_own_run_directory(path):
     kind = RunKind.of(load_yaml(path))
     config = parse_config(kind.config, ["--config", str(path)]).config
-    assert config.run_dir == f"runs/{path.stem}"
+    assert config.run_dir == str("runs" / path.relative_to(EXPERIMENTS).with_suffix(""))
 
 
 def test_experiment_in_code_equals_the_yaml_file():

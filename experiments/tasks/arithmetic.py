@@ -1,7 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The task of `math_rl env=arithmetic` of tinker-cookbook as an environment, for `arithmetic.yaml`."""
+"""Add two numbers, for `arithmetic.yaml`: the task of `math_rl env=arithmetic` of tinker-cookbook.
+
+Question, worked example and grading are those of `tinker_cookbook/recipes/math_rl/arithmetic_env.py`. Its README:
+"Reward should go from 0.66 to 1 in the first few steps", for Llama-3.2-1B and 100 groups of 4.
+"""
 
 import random
 import re
