@@ -105,7 +105,9 @@ def test_tables_stand_between_their_markers(records):
     text = "# Results\n\n<!-- tasks -->\nold\n<!-- end -->\n\nafter\n"
     once = page.with_tables(text)
     assert once == page.with_tables(once)
-    assert "old" not in once and once.startswith("# Results\n\n<!-- tasks -->\n| task") and once.endswith("\n\nafter\n")
+    assert "old" not in once
+    assert once.startswith("# Results\n\n<!-- tasks -->\n| task")
+    assert once.endswith("\n\nafter\n")
 
 
 def test_the_page_has_the_tables_of_the_records():
