@@ -1,13 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Show stored rollouts in the terminal, `python -m marin_rl.view runs/rloo`, or as a page with `--html FILE`."""
+"""Show stored rollouts in the terminal, `python -m marin_rl.view runs/rloo`, or as a page with `--html FILE`.
+
+With several runs, compare them: a table of their metrics, or a page with curves over each other and rollouts side by
+side.
+"""
 
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,7 +20,9 @@ from rich.text import Text
 from marin_rl.config.command_line import CommandParser, positive, run_command
 from marin_rl.runs.rollout_store import EVALUATION, list_files
 from marin_rl.runs.run_directory import RunDirectory, read_config_text
-from marin_rl.runs.viewer.html_page import write_page
+from marin_rl.runs.run_groups import group_runs
+from marin_rl.runs.viewer.comparison import comparison_data, print_overview
+from marin_rl.runs.viewer.html_page import page_data, write_page
 from marin_rl.runs.viewer.selection import (
     Listing,
     Selection,
@@ -35,6 +42,8 @@ from marin_rl.utils.storage import storage_path
 
 PIPE_WIDTH = 160
 """Characters per line if the output is not a terminal."""
+MAX_ROLLOUTS = 500
+"""Rollouts on a page without `--limit`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,16 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
-    source = open_rollouts(storage_path(arguments.run, "RUN"))
+    arguments = (parser := _parser()).parse_args(argv)
+    if len(arguments.runs) > 1:
+        if arguments.id is not None:
+            parser.error("--id shows a rollout of one run; give one run")
+        _compare(arguments, parser)
+        return 0
+    [run] = arguments.runs
+    source = open_rollouts(storage_path(run, "RUN"))
     if not source.is_file and not list_files(source.rollouts):
         # Imported here because it imports jax, which most views do not need.
         from marin_rl.config.run_kind import RunKind
 
-        values = parse_yaml(read_config_text(RunDirectory(source.path)), f"the config of {arguments.run}")
+        values = parse_yaml(read_config_text(RunDirectory(source.path)), f"the config of {run}")
         if (kind := RunKind.of(values)) is not RunKind.TRAIN:
             raise RunDirectoryError(
-                f"{arguments.run!r} is a run of marin_rl.{kind}, which trains on data and stores no rollouts; see its "
+                f"{run!r} is a run of marin_rl.{kind}, which trains on data and stores no rollouts; see its "
                 "metrics.jsonl or curves.png"
             )
     _show(arguments, source)
@@ -69,13 +84,15 @@ def _run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "python -m marin_rl.view",
-        usage="python -m marin_rl.view RUN [FILTERS] [--id ID | --html FILE] [--help]",
-        description="Show the rollouts of a run.",
+        usage="python -m marin_rl.view RUN [RUN...] [FILTERS] [--id ID | --html FILE] [--help]",
+        description="Show the rollouts of a run, or compare runs.",
     )
     parser.add_argument(
-        "run",
+        "runs",
         metavar="RUN",
-        help="run directory or file of rollouts, which is not modified",
+        nargs="+",
+        help="run directory or file of rollouts, which is not modified; several run directories are compared: those "
+        "that differ only in the seed are one curve, and so are those given as NAME=DIR with the same name",
     )
     which = parser.add_argument_group("filters")
     which.add_argument(
@@ -96,14 +113,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    selection = _selection(arguments, None if arguments.step is None else parse_steps(arguments.step))
+    if arguments.html is None and (selection != Selection() or arguments.limit):
+        parser.error("the table of several runs has no rollouts to filter; add --html FILE for a page with rollouts")
+    console, groups = _console(), group_runs(arguments.runs)
+    if arguments.html is None:
+        print_overview(console, groups)
+        return
+    _write_page(arguments.html, comparison_data(groups, selection, arguments.limit or MAX_ROLLOUTS), console)
+
+
+def _write_page(target: Path, data: Mapping[str, Any], console: Console) -> None:
+    write_page(data, target)
+    for line in (f"{target}: {len(data['rollouts'])} rollouts", *data["notes"]):
+        console.print(Text(escape_line(line)), soft_wrap=True)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
+
+
 def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
+    console = _console()
     steps = None if arguments.step is None else parse_steps(arguments.step)
     if arguments.html is not None:
-        page = write_page(source, arguments.html, _selection(arguments, steps), arguments.limit or 500)
-        lines = [f"{arguments.html}: {len(page['rollouts'])} rollouts", *page["notes"]]
-        for line in lines:
-            console.print(Text(escape_line(line)), soft_wrap=True)
+        data = page_data(source, _selection(arguments, steps), arguments.limit or MAX_ROLLOUTS)
+        _write_page(arguments.html, data, console)
         return
     if arguments.id is not None:
         print_rollout(console, find_rollout(source, arguments.id, steps), tokens=arguments.tokens)
@@ -130,7 +166,7 @@ def _one_in_full(arguments: argparse.Namespace, listing: Listing) -> str:
     row = listing.rows[0]
     # Evaluations repeat their ids.
     step = f" --step {row['step']}" if row["purpose"] == EVALUATION else ""
-    return escape_line(f"python -m marin_rl.view {shlex.quote(arguments.run)} --id {shlex.quote(row['id'])}{step}")
+    return escape_line(f"python -m marin_rl.view {shlex.quote(arguments.runs[0])} --id {shlex.quote(row['id'])}{step}")
 
 
 def _selection(arguments: argparse.Namespace, steps: range | None) -> Selection:

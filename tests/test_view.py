@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import glob
 import re
 import shlex
 import subprocess
@@ -210,6 +211,8 @@ def test_run_on_data_names_the_files_with_its_metrics(tmp_path, capsys, key, kin
         (["{run}", "--id", "x"], "no stored rollout has the id 'x'"),
         (["{run}", "--step", "abc"], "'abc' is not a range of steps; write 12, 10-20"),
         (["{run}", "--step", "99"], "the selected steps have no stored rollouts of training; steps "),
+        (["{run}", "{run}"], "/run' is given twice; give each run once"),
+        (["{run}", "{run}/rollouts/step-00000003.parquet"], "is not a run directory"),
         (["{run}", "--limit", "0"], "--limit: must be a whole number of at least 1, got '0'; see --help"),
         (["{run}", "--stpe", "3"], "unrecognized arguments: --stpe 3; see --help"),
         (["{run}", "--status", "odd"], "--status: invalid choice: 'odd' (choose from 'completed', 'truncated', "),
@@ -231,18 +234,22 @@ def shown_commands():
 @pytest.mark.parametrize("command", shown_commands())
 def test_commands_of_the_docs_page_work(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = empty_run(tmp_path / "runs" / "rloo")
+    # More runs than a command needs, because the shell replaces `*` by their names.
+    others = ("rloo-seed1", "rloo-seed2", "grpo-seed1", "grpo-seed2", "a", "b", "c")
+    run, *_ = (empty_run(tmp_path / "runs" / name) for name in ("rloo", *others))
     group = [rollout_of(f"train-12-0-{index}", "train-12-0") for index in range(5)]
     write(run / "rollouts", 12, [RolloutGroup("train-12-0", group)])
     write(run / "rollouts", 12, [RolloutGroup("train-12-0", group)], purpose="evaluation")
-    assert view(capsys, *shlex.split(command))
+    words = shlex.split(command)
+    assert view(capsys, *(name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])))
 
 
-def test_view_does_not_import_jax_or_transformers(run):
+def test_view_does_not_import_jax_or_transformers(run, tmp_path):
+    other = str(empty_run(tmp_path / "other"))
     code = (
-        "import sys; from marin_rl.view import main; status = main(sys.argv[1:]); "
+        "import sys; from marin_rl.view import main; status = main(sys.argv[1:2]) + main(sys.argv[1:]); "
         "print(status, sorted({'jax', 'levanter', 'transformers', 'haliax'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, run, other], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("0 []\n")

@@ -26,41 +26,35 @@ from marin_rl.utils.errors import writing
 from marin_rl.utils.output import escape
 from marin_rl.utils.storage import write_bytes
 
+SCRIPTS = ("charts.js", "rollouts.js", "side_by_side.js", "page.js")
+"""Parts of the script of a page, in order."""
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_page(source: StoredRollouts, target: Path, selection: Selection, max_rollouts: int) -> dict[str, Any]:
-    """Write the page of a run.
+def write_page(data: Mapping[str, Any], target: Path) -> None:
+    """Write a page.
 
     Args:
-        source: the run, or one file of rollouts.
+        data: content of the page, from `page_data` or `comparison.comparison_data`.
         target: output file, replaced atomically.
-        selection: filter of the rollouts.
-        max_rollouts: maximum rollouts on the page.
-
-    Returns:
-        The data of the page, from `page_data`.
 
     Raises:
-        RunDirectoryError: if the file cannot be written, or metrics.jsonl is damaged.
-        RolloutStoreError: if a file of rollouts is damaged.
+        RunDirectoryError: if the file cannot be written.
     """
-    data = page_data(source, selection, max_rollouts)
     with writing(target, "--html"):
         write_bytes(target, render(data).encode())
-    return data
 
 
 def render(data: Mapping[str, Any]) -> str:
     """Render the page.
 
     Args:
-        data: content of the page, from `page_data`.
+        data: content of the page.
 
     Returns:
         The HTML text.
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = _asset("page.css"), "".join(map(_asset, SCRIPTS))
     policy = (
         f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -123,14 +117,14 @@ def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -
     """
     records = [] if source.metrics is None else read_records(source.metrics)
     rollouts, notes = _rollouts(source, selection, max_rollouts)
-    thinned = _thinned(records)
-    if len(thinned) < len(records):
-        notes.append(f"The curves show {len(thinned)} of {len(records)} records, evenly spaced, and every evaluation.")
+    kept = thinned(records, MAX_RECORDS)
+    if len(kept) < len(records):
+        notes.append(f"The curves show {len(kept)} of {len(records)} records, evenly spaced, and every evaluation.")
     return {
         "run": escape(source.path.resolve().name if isinstance(source.path, Path) else source.path.name),
-        "steps": int(records[-1]["step"]) if records else 0,
+        "about": f"{int(records[-1]['step']) if records else 0} steps recorded · {len(rollouts)} rollouts on this page",
         "notes": notes,
-        "curves": _curves(thinned),
+        "curves": curves_data(kept),
         "plots": [
             {
                 "title": plot.title,
@@ -140,18 +134,18 @@ def page_data(source: StoredRollouts, selection: Selection, max_rollouts: int) -
                 ],
                 "span": plot.span,
             }
-            for plot in plots_of(thinned)
+            for plot in plots_of(kept)
         ],
         "phases": _phases(records),
         "rollouts": rollouts,
     }
 
 
-def _thinned(records: Sequence[Record]) -> list[Record]:
-    """At most `MAX_RECORDS` evenly spaced records with the first and the last, and all records with an evaluation."""
-    if len(records) <= MAX_RECORDS:
+def thinned(records: Sequence[Record], limit: int) -> list[Record]:
+    """Return evenly spaced records, at most `limit`, with the first and the last, and all that have an evaluation."""
+    if len(records) <= limit:
         return list(records)
-    chosen = set(evenly_spaced(len(records), MAX_RECORDS))
+    chosen = set(evenly_spaced(len(records), limit))
     return [
         record
         for index, record in enumerate(records)
@@ -172,11 +166,12 @@ def evenly_spaced(count: int, selected: int) -> list[int]:
     return [round(index * (count - 1) / (selected - 1)) for index in range(selected)]
 
 
-def _curves(records: Sequence[Record]) -> dict[str, Any]:
+def curves_data(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the steps of records, and their metrics by name; None where a record lacks a metric."""
     names = sorted({name for record in records for name in record} - {"step"})
     return {
         "steps": [int(record["step"]) for record in records],
-        "series": {escape(name): [_number(record.get(name)) for record in records] for name in names},
+        "series": {escape(name): [rounded(record.get(name)) for record in records] for name in names},
     }
 
 
@@ -196,8 +191,8 @@ def _phases(records: Sequence[Record]) -> dict[str, Any]:
             {
                 "first": int(part[0]["step"]),
                 "last": int(part[-1]["step"]),
-                "seconds": [_number(sum(record.get(name, 0.0) for record in part) / len(part)) for name in names],
-                "total": _number(sum(record[f"{prefix}total"] for record in part) / len(part)),
+                "seconds": [rounded(sum(record.get(name, 0.0) for record in part) / len(part)) for name in names],
+                "total": rounded(sum(record[f"{prefix}total"] for record in part) / len(part)),
             }
             for part in parts
         ],
@@ -225,7 +220,7 @@ def _rollouts(
             if tokens_left - _num_tokens(row) < least_left:
                 break
             tokens_left -= _num_tokens(row)
-            shown.append(_rollout(row))
+            shown.append(rollout_data(row))
     # Of the same kind, the newest first.
     shown.sort(key=lambda rollout: (not rollout["unequal"], -rollout["step"]))
     prompts = shorten_prompts([one["prompt"] for one in shown], [one["environment"] for one in shown])
@@ -254,7 +249,12 @@ def _selected(file: StoredFile, selection: Selection) -> list[Row]:
     return sorted(marked, key=lambda row: not row["unequal"])
 
 
-def _rollout(row: Row) -> dict[str, Any]:
+def rollout_data(row: Row) -> dict[str, Any]:
+    """Return a rollout as plain values, its texts escaped.
+
+    Args:
+        row: all columns, and `unequal`: whether its group has different rewards.
+    """
     texts = ("purpose", "id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained")
     summary = summarize(row)
     return {
@@ -263,10 +263,10 @@ def _rollout(row: Row) -> dict[str, Any]:
         "expected": escape(summary.answer),
         "unequal": row["unequal"],
         "step": row["step"],
-        "reward": _number(row["reward"]),
+        "reward": rounded(row["reward"]),
         "rewards": _pairs(row["rewards"]),
         "evaluations": [_evaluation(evaluation) for evaluation in row["evaluations"]],
-        "advantage": _number(row["advantage"]),
+        "advantage": rounded(row["advantage"]),
         "num_turns": row["num_turns"],
         "num_generated_tokens": row["num_generated_tokens"],
         "metrics": _pairs(row["metrics"]),
@@ -280,8 +280,8 @@ def _rollout(row: Row) -> dict[str, Any]:
 def _evaluation(evaluation: Row) -> dict[str, Any]:
     return {
         "component": escape(evaluation["component"]),
-        "weight": _number(evaluation["weight"]),
-        "score": _number(evaluation["score"]),
+        "weight": rounded(evaluation["weight"]),
+        "score": rounded(evaluation["score"]),
         "reason": escape(evaluation["reason"] or ""),
         "failure": escape(evaluation["failure"] or ""),
         "error": escape(evaluation["error"] or ""),
@@ -289,7 +289,7 @@ def _evaluation(evaluation: Row) -> dict[str, Any]:
         "steps": [
             {
                 "turn": step["turn"],
-                "base_reward": _number(step["base_reward"]),
+                "base_reward": rounded(step["base_reward"]),
                 "reason": escape(step["reason"] or ""),
                 "metrics": _pairs(step["metrics"]),
             }
@@ -315,10 +315,10 @@ def _turn(turn: Row) -> dict[str, Any]:
         "action": None if turn["action"] is None else escape(turn["action"]),
         "stop_reason": escape(turn["stop_reason"]),
         "versions": [turn["first_version"], turn["last_version"]],
-        "reward": _number(turn["reward"]),
+        "reward": rounded(turn["reward"]),
         "rewards": _pairs(turn["rewards"]),
         "info": escape(turn["info"] or ""),
-        **{name: _number(turn[name]) for name in ("episode_advantage", "step_return", "step_advantage")},
+        **{name: rounded(turn[name]) for name in ("episode_advantage", "step_return", "step_advantage")},
         "anchor_state": escape(turn["anchor_state"]),
         "texts": texts_of(turn["pieces"]),
         "ids": turn["token_ids"],
@@ -342,13 +342,13 @@ def texts_of(pieces: Sequence[bytes]) -> list[str]:
 
 
 def _pairs(pairs: Sequence[tuple[str, float]]) -> list[tuple[str, float | None]]:
-    return [(escape(name), _number(value)) for name, value in pairs]
+    return [(escape(name), rounded(value)) for name, value in pairs]
 
 
 def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
-    return None if values is None else [_number(value) for value in values]
+    return None if values is None else [rounded(value) for value in values]
 
 
-def _number(value: float | None) -> float | None:
-    """Round to six significant digits; None for NaN and infinities."""
+def rounded(value: float | None) -> float | None:
+    """Return a number with six significant digits; None for NaN and infinities."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -19,7 +19,7 @@ from marin_rl.utils.errors import RunDirectoryError
 from tests.rollouts.rollout_cases import group_of, write
 from tests.runs.viewer.run_cases import empty_run, small_run, write_records
 
-PLAIN = {"run": "", "steps": 0, "notes": [], "curves": {}, "plots": [], "phases": {}, "rollouts": []}
+PLAIN = {"run": "", "about": "", "notes": [], "curves": {}, "plots": [], "phases": {}, "rollouts": []}
 
 
 class Elements(HTMLParser):
@@ -73,7 +73,7 @@ def test_texts_do_not_change_the_elements_of_the_page(text):
 
 def test_page_is_self_contained(run, tmp_path):
     target = tmp_path / "page.html"
-    assert len(write_page(run, target, Selection(), 500)["rollouts"]) == 7
+    write_page(page_data(run, Selection(), 500), target)
     text = target.read_text(encoding="utf-8")
     page = Elements(text)
     assert not {"link", "img", "iframe", "base", "object"} & set(page.tags)
@@ -106,7 +106,7 @@ def test_script_does_not_create_markup_from_text():
 
 def test_unwritable_page_is_named(run, tmp_path):
     with pytest.raises(RunDirectoryError, match=r"cannot write .*page\.html.*; choose another --html"):
-        write_page(run, tmp_path / "missing" / "page.html", Selection(), 500)
+        write_page(PLAIN, tmp_path / "missing" / "page.html")
 
 
 def data_of(run, *, selection=None, max_rollouts=500):
@@ -135,7 +135,8 @@ def test_evenly_spaced_with_both_ends(count, selected):
 
 def test_page_of_a_small_run_is_complete(tmp_path):
     data = data_of(small_run(tmp_path / "run"))
-    assert (data["run"], data["steps"], data["notes"]) == ("run", 3, [])
+    about = "3 steps recorded · 7 rollouts on this page"
+    assert (data["run"], data["about"], data["notes"]) == ("run", about, [])
     assert [rollout["id"] for rollout in data["rollouts"]] == ["g-0", "g-1", "g-2", "s2-0", "s2-1", "s1-0", "s1-1"]
     assert data["curves"]["steps"] == [0, 1, 2, 3]
     assert data["curves"]["series"]["eval/sums/accuracy_greedy"] == [0.0, None, None, 0.6]
