@@ -86,7 +86,8 @@ def band(runs: Iterable[Sequence[Record]], name: str) -> list[Band]:
 def group_runs(arguments: Sequence[str]) -> list[RunGroup]:
     """Open runs and group them: those with the same given name, and those whose configs differ only in the seed.
 
-    A setting that contains `seed1` in a run with seed 1, such as the run that it starts from, counts as the same.
+    A setting that contains `seed1` in a run with seed 1, such as the run that it starts from, counts as the same. Where
+    a seed repeats, such as for runs of two versions of the code, only runs whose names differ in the seed are a group.
 
     Args:
         arguments: `DIR` or `NAME=DIR`.
@@ -100,16 +101,19 @@ def group_runs(arguments: Sequence[str]) -> list[RunGroup]:
     named = [_split(argument) for argument in arguments]
     directories = [open_existing(storage_path(path, "RUN")) for _, path in named]
     names = _short_names([directory.path for directory in directories])
-    groups: dict[object, list[ComparedRun]] = {}
+    alike: dict[object, list[ComparedRun]] = {}
     for (given, path), directory, name in zip(named, directories, names, strict=True):
         config = flatten(parse_yaml(read_config_text(directory), f"the config of {path}"))
         run = ComparedRun(name, directory, config, read_records(directory.metrics))
-        groups.setdefault(given or tuple(sorted(_without_seed(config).items())), []).append(run)
-    labels = [key if isinstance(key, str) else _common_name(runs) for key, runs in groups.items()]
-    return [
-        RunGroup(label if labels.count(label) == 1 else f"{label}, {runs[0].name}", runs)
-        for label, runs in zip(labels, groups.values(), strict=True)
+        alike.setdefault(given or tuple(sorted(_without_seed(config).items())), []).append(run)
+    groups = [
+        (key if isinstance(key, str) else _common_name(group), group)
+        for key, runs in alike.items()
+        for group in ([runs] if isinstance(key, str) else _without_repeated_seeds(runs))
     ]
+    groups.sort(key=lambda group: names.index(group[1][0].name))
+    labels = [label for label, _ in groups]
+    return [RunGroup(label if labels.count(label) == 1 else f"{label}, {runs[0].name}", runs) for label, runs in groups]
 
 
 def _split(argument: str) -> tuple[str | None, str]:
@@ -138,6 +142,17 @@ def _short_names(paths: Sequence[StoragePath]) -> list[str]:
 def _without_seed(config: Mapping[str, Any]) -> dict[str, str]:
     own = re.compile(rf"(seed[-_=]?){re.escape(str(config.get('seed')))}(?!\d)")
     return {key: own.sub(r"\1", repr(value)) for key, value in config.items() if key not in ("seed", "run_dir")}
+
+
+def _without_repeated_seeds(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Split runs with equal configs by their names without the seed, unless each has another seed."""
+    if len({run.config.get("seed") for run in runs}) == len(runs):
+        return [list(runs)]
+    parts: dict[tuple[str, str], list[ComparedRun]] = {}
+    for run in runs:
+        before, _, after = run.name.rpartition(str(run.config.get("seed")))
+        parts.setdefault((before, after), []).append(run)
+    return list(parts.values())
 
 
 def _common_name(runs: Sequence[ComparedRun]) -> str:

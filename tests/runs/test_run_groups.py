@@ -77,6 +77,19 @@ def test_another_setting_or_start_separates_runs(tmp_path):
     assert labels(runs) == [(name, [name]) for name in "abcde"]
 
 
+def test_runs_that_repeat_a_seed_are_not_averaged(tmp_path):
+    runs = [
+        make_run(tmp_path / f"lag{lag}-seed{seed}", f"seed: {seed}\nnum_steps: 3\n")
+        for seed in (1, 4)
+        for lag in (0, 1, 4)
+    ]
+    assert labels(runs) == [(f"lag{lag} (2 seeds)", [f"lag{lag}-seed1", f"lag{lag}-seed4"]) for lag in (0, 1, 4)]
+    assert labels([make_run(tmp_path / name, "seed: 0\n") for name in ("old", "new")]) == [
+        ("old", ["old"]),
+        ("new", ["new"]),
+    ]
+
+
 def test_given_names_join_runs_and_rename_groups(tmp_path):
     runs = [make_run(tmp_path / f"r{seed}", f"seed: {seed}\n") for seed in range(4)]
     same_seed = make_run(tmp_path / "again", "seed: 0\nlr: 1\n")
