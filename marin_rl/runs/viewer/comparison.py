@@ -104,12 +104,11 @@ def comparison_data(groups: Sequence[RunGroup], selection: Selection, max_rollou
         RolloutStoreError: if a file of rollouts is damaged.
     """
     runs = [run for group in groups for run in group.runs]
-    merged = _merged(groups)
-    thinned = html_page.thinned(merged, max(MAX_RECORDS // len(groups), 2))
-    curves_data = html_page.curves_data(thinned)
+    steps, num_steps = _drawn_steps(groups)
+    curves_data = html_page.curves_data(_merged(groups, steps))
     side_by_side, notes = _side_by_side(runs, selection, max_rollouts)
-    if len(thinned) < len(merged):
-        notes.insert(0, f"The curves show {len(thinned)} of {len(merged)} steps, and every evaluation.")
+    if len(steps) < num_steps:
+        notes.insert(0, f"The curves show {len(steps)} of {num_steps} steps, and every evaluation.")
     return {
         "run": escape(" · ".join(group.label for group in groups)),
         "about": f"{len(runs)} runs · line: mean of a group; band: its smallest to its largest run",
@@ -130,12 +129,24 @@ def comparison_data(groups: Sequence[RunGroup], selection: Selection, max_rollou
     }
 
 
-def _merged(groups: Sequence[RunGroup]) -> list[Record]:
+def _drawn_steps(groups: Sequence[RunGroup]) -> tuple[set[int], int]:
+    """The steps of the curves: evenly spaced, with evaluations and the last of each run; the number of all steps."""
+    records: dict[int, dict[str, int | float]] = {}
+    for run in (run for group in groups for run in group.runs):
+        for record in run.records:
+            records.setdefault(int(record["step"]), {}).update(record)
+    thinned = html_page.thinned([records[step] for step in sorted(records)], max(MAX_RECORDS // len(groups), 2))
+    ends = {int(run.records[-1]["step"]) for group in groups for run in group.runs if run.records}
+    return ends | {int(record["step"]) for record in thinned}, len(records)
+
+
+def _merged(groups: Sequence[RunGroup], steps: Container[int]) -> list[Record]:
     """One record per step; `NAME#2` is the mean of group 2, `NAME#2<` and `NAME#2>` its smallest and largest run."""
     merged: dict[int, dict[str, int | float]] = {}
     for index, group in enumerate(groups):
-        for name in {name for run in group.runs for record in run.records for name in record} - {"step"}:
-            for one in band([run.records for run in group.runs], name):
+        runs = [[record for record in run.records if int(record["step"]) in steps] for run in group.runs]
+        for name in {name for records in runs for record in records for name in record} - {"step"}:
+            for one in band(runs, name):
                 record = merged.setdefault(one.step, {"step": one.step})
                 record[f"{name}#{index}"] = one.mean
                 if len(group.runs) > 1:
@@ -181,11 +192,10 @@ def _side_by_side(
     num_evaluated = sum(file is not None for file in stored[EVALUATION])
     purpose = EVALUATION if selection.evaluation or (selection.steps is None and num_evaluated > 1) else TRAINING
     files = stored[purpose]
-    notes = [
-        f"{escape(run.name)} has no stored rollouts of {purpose}{'' if selection.steps is None else ' at these steps'}."
-        for run, file in zip(runs, files, strict=True)
-        if file is None
-    ]
+    notes = []
+    if absent := [escape(run.name) for run, file in zip(runs, files, strict=True) if file is None]:
+        where = "" if selection.steps is None else " at these steps"
+        notes.append(f"No rollouts of {purpose} are stored{where}: {', '.join(absent)}.")
     scores = [_scores(file, selection) for file in files]
     keys = dict.fromkeys(key for per_task in scores for key in per_task)
     shared = [key for key in keys if sum(key in per_task for per_task in scores) > 1]

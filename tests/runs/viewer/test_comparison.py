@@ -139,11 +139,13 @@ def test_overview_lists_the_settings_that_differ_and_the_values(tmp_path):
 def test_long_runs_share_the_points_of_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "MAX_RECORDS", 40)
     records = [{"step": step, "m": 1.0, **({"eval/m": 1.0} if step % 50 == 7 else {})} for step in range(200)]
-    runs = [new_run(tmp_path / name, f"lr: {name}\n", records) for name in "ab"]
+    runs = [new_run(tmp_path / name, f"lr: {name}\n", records[:end]) for name, end in (("a", 200), ("b", 124))]
     data = data_of(*runs)
     steps = data["curves"]["steps"]
-    assert {0, 7, 57, 107, 157, 199} <= set(steps)
-    assert 20 <= len(steps) <= 24
+    # Evaluations, both ends, and the end of the shorter run.
+    assert {0, 7, 57, 107, 123, 157, 199} <= set(steps)
+    assert 20 <= len(steps) <= 25
+    assert data["curves"]["series"]["m#1"] == [1.0 if step < 124 else None for step in steps]
     assert data["notes"][0] == f"The curves show {len(steps)} of 200 steps, and every evaluation."
 
 
@@ -186,7 +188,7 @@ def test_the_newest_common_evaluation_is_shown_by_default(tmp_path):
     assert (data["purpose"], data["steps"], tasks_of(data)[0][0]) == ("training", [5, 5], "question trained")
     data = data_of(*runs, selection=Selection(steps=range(5, 7), evaluation=True))
     assert (data["steps"], data["tasks"]) == ([6, None], [])
-    assert "b has no stored rollouts of evaluation at these steps." in data["notes"]
+    assert "No rollouts of evaluation are stored at these steps: b." in data["notes"]
 
 
 def test_without_a_common_step_each_run_shows_its_newest(tmp_path):
@@ -239,8 +241,7 @@ def test_runs_without_metrics_or_rollouts_are_noted(tmp_path):
     assert [(plot["title"], len(plot["curves"])) for plot in data["plots"]] == [("Cross-entropy: training", 1)]
     assert data["notes"] == [
         "fresh has no metrics yet.",
-        "sft has no stored rollouts of training.",
-        "fresh has no stored rollouts of training.",
+        "No rollouts of training are stored: sft, fresh.",
     ]
     assert data["tasks"] == data["rollouts"] == []
     assert data_of(fresh, empty_run(tmp_path / "other"))["plots"] == plots_of([])
