@@ -9,7 +9,7 @@
     python -m experiments.report staleness experiments/curves/staleness.png runs/staleness
 
 `accuracy` plots the held-out accuracy of the given runs; the others report on the folder of the experiment of the same
-name.
+name. `python -m marin_rl.view runs/staleness/lag*` has means and ranges of the seeds.
 """
 
 import argparse
@@ -216,9 +216,6 @@ def report_staleness(picture: Path, folder: Path) -> None:
             rows.append([lag, seed, sampled, *cells])
     columns = ["steps old", "seed", "held-out, sampled", "at step 50", "held-out, greedy", "mean training reward"]
     print(markdown_table([*columns, f"clipped tokens, last {LAST} steps", "KL to the sampling weights, nats"], rows))
-    for lag in LAGS:
-        ends = [accuracies(folder / f"lag{lag}-seed{seed}")[0].values[-1] for seed in SEEDS]
-        print(f"{lag} steps old: {np.mean(ends):.3f} (min {min(ends):.3f}, max {max(ends):.3f})")
 
     def draw(axes: Axes, seed: int) -> None:
         for number, lag in enumerate(LAGS):
