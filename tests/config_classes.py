@@ -10,6 +10,7 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
+from marin_rl.chat import ChatConfig
 from marin_rl.config.reference_config import InitialReferenceConfig, PolicyWeights
 from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
 from marin_rl.data.config import DataConfig
@@ -24,6 +25,7 @@ from marin_rl.tinker import TinkerConfig
 from marin_rl.utils.settings.section_types import field_types, is_section
 
 REQUIRED: dict[str, dict[str, Any]] = {
+    "ChatConfig": {"run": "run"},
     "CheckpointReferenceConfig": {"path": "model"},
     "ConstantConfig": {"length": 1},
     "ContextConfig": {"answer": True},
@@ -75,7 +77,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    for root in (TrainConfig, SftConfig, DpoConfig, EvaluateConfig, ServeConfig, TinkerConfig, LocalConfig, TpuConfig):
+    commands = (EvaluateConfig, ChatConfig, ServeConfig, TinkerConfig, LocalConfig, TpuConfig)
+    for root in (TrainConfig, SftConfig, DpoConfig, *commands):
         _collect(root, classes)
     return classes
 

@@ -35,7 +35,8 @@ RANGES = {
         WarmStartConfig.check_tasks WorkerMeshConfig.model_axis_size WorkersConfig.decode_steps_per_weight_poll
     """,
     "at least 0": """
-        CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high ContextConfig.demonstrations
+        ChatConfig.seed CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high
+        ContextConfig.demonstrations
         DpoConfig.num_steps EvaluationConfig.every EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high
         LlmJudgeConfig.backoff_seconds LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout
         LossEvaluationConfig.every LossKlConfig.beta OverlongConfig.buffer PpoClipLossConfig.clip_high
@@ -60,7 +61,8 @@ RANGES = {
         WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
-        BatchConfig.row_length DpoConfig.logprob_block_size OpenEnvConfig.max_steps PairBatchConfig.row_length
+        BatchConfig.row_length ChatConfig.max_tokens DpoConfig.logprob_block_size OpenEnvConfig.max_steps
+        PairBatchConfig.row_length
         RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length ServeConfig.max_new_tokens
         ServeConfig.max_seqs SftConfig.logprob_block_size TextArenaConfig.max_steps TextGameConfig.max_steps
         TextWorldConfig.max_steps TrainConfig.logprob_block_size VerifiersConfig.num_tasks
@@ -83,6 +85,9 @@ RANGES = {
     """,
     "above 0, or null": """
         CriticConfig.clip SamplingConfig.max_cache_gib
+    """,
+    "at least 0, or null": """
+        ChatConfig.temperature
     """,
     "at least 0 and below 1, or null": """
         HuggingFaceConfig.held_out JsonlConfig.held_out
@@ -121,7 +126,7 @@ RANGES = {
         CheckpointConfig.keep_last
     """,
     "at least 2, or null": """
-        ServeConfig.max_context TinkerConfig.max_context
+        ChatConfig.max_context ServeConfig.max_context TinkerConfig.max_context
     """,
     "at least 2, or use filter: {type: drop}": """
         ResampleGroupsConfig.max_batches
