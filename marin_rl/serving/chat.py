@@ -6,12 +6,9 @@
 The policy sees the tokens that it would see in an episode whose environment sends the same messages.
 """
 
-import contextlib
 import dataclasses
 import math
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -27,6 +24,7 @@ from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Message, StopReason
 from marin_rl.utils.output import escape, escape_line, shown_bytes
 from marin_rl.utils.seeds import derive_seed
+from marin_rl.utils.signals import caught_interrupts
 
 HELP = """\
 /probs           tokens of the last reply with their probabilities
@@ -99,17 +97,6 @@ def stream(
         assert request.conversation is not None
         sampler.end_conversation(request.conversation)
         yield reader.push((), (), StopReason.ABORT)
-
-
-@contextlib.contextmanager
-def caught_interrupts() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C sets during the block, instead of raising KeyboardInterrupt."""
-    interrupted = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 @dataclasses.dataclass

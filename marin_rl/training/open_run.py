@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
@@ -50,6 +49,7 @@ from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import platform_of
 from marin_rl.utils.errors import Closing, writing
 from marin_rl.utils.host_status import raise_if
+from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import StoragePath
 from marin_rl.utils.timing import PhaseTimer
 
@@ -198,18 +198,6 @@ def _open_reward_functions(parts: RunParts) -> RewardFunctions:
         return parts.reward_functions
     parts.check_answers()
     return RewardFunctions()
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM raise KeyboardInterrupt while there is nothing to save."""
-    signals = signal.SIGINT, signal.SIGTERM
-    previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _close(store: RolloutStore) -> None:

@@ -112,7 +112,7 @@ def run_session(
     accept_changes: bool = False,
     named: Collection[str] = (),
     started: float | None = None,
-) -> None:
+) -> bool:
     """Start or resume training in the configured run directory. A finished run stays as it is.
 
     Args:
@@ -121,6 +121,9 @@ def run_session(
         accept_changes: whether to resume although files that the run reads or has written were changed.
         named: dotted keys whose change is intended if the run resumes, as those given on a command line.
         started: `time.perf_counter()` at the start of the command; None for now.
+
+    Returns:
+        Whether the run is complete; False after a signal, after which another start resumes it.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded; its files are checked before devices start.
@@ -146,7 +149,7 @@ def run_session(
             return None if progress is None else report_finished(directory, config, progress, stream)
 
         if multihost.on_main(report_if_finished):
-            return
+            return True
         if multihost.is_main():
             check_trackers(config.trainer.tracker)
         check_weight_files(config.initialize_from, config.run_dir, config.tokenizer.path)
@@ -174,6 +177,7 @@ def run_session(
                 parts["checkpoints, the rest"] = time.perf_counter() - started - sum(parts.values())
                 compiling = compile_clock().seconds - compiled
                 print_and_log(display.console, directory, config, finished.progress, parts, compiling)
+            return finished is not None
 
 
 def _required_cluster(config: AbstractRunConfig) -> str | None:

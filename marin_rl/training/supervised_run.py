@@ -31,12 +31,13 @@ from marin_rl.model_parts import Report
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
-from marin_rl.training.open_run import compare_files, interruptible, load_state, report_resume
+from marin_rl.training.open_run import compare_files, load_state, report_resume
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
 from marin_rl.training.shared_run import require_same_batch, require_same_inputs
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import collect_garbage
 from marin_rl.utils.errors import Closing
+from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import StoragePath
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
