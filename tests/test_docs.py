@@ -21,7 +21,7 @@ import pytest
 import yaml
 from draccus.utils import is_choice_type
 
-from marin_rl import chat, evaluate, export, plan, replay, serve, tinker, train
+from marin_rl import chat, evaluate, export, plan, replay, run_job, serve, tinker, train
 from marin_rl.config.command_line import TRAIN_FLAGS, merge, parse_config, read_arguments
 from marin_rl.config.run_kind import RunKind
 from marin_rl.config.train_config import TrainConfig
@@ -189,7 +189,7 @@ def extending(registries: None) -> None:
             exec(compile(match[2], "<docs>", "exec"), {"__name__": "docs_example"})
 
 
-SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|export|launch|serve|chat|replay|plan)\b[^#\n]*)")
+SHOWN = re.compile(r"-m (marin_rl\.(?:train|evaluate|export|launch|serve|chat|run_job|replay|plan)\b[^#\n]*)")
 
 
 def shown_commands() -> list[Any]:
@@ -234,6 +234,8 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
         assert parse_config(read_arguments(rest, ()).kind.config, rest).config.model
     elif module == "marin_rl.serve":
         assert parse_config(serve.ServeConfig, argv).config.port
+    elif module == "marin_rl.run_job":
+        assert run_job.argument_parser().parse_args(argv).result
     elif module == "marin_rl.chat":
         assert parse_config(chat.ChatConfig, argv).config.run
     elif module == "marin_rl.tinker":

@@ -369,6 +369,27 @@ def digest_of(source: StoragePath | bytes) -> FileDigest:
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
+def path_digest(path: StoragePath) -> str:
+    r"""Return the SHA-256 checksum of a file or a folder.
+
+    That of a folder is the checksum of the lines that `sha256sum` prints for its files, in the order of their names:
+    `find . -type f -printf '%P\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum`.
+
+    Args:
+        path: the file or folder.
+
+    Raises:
+        FileNotFoundError: if it does not exist, or is a folder without files.
+        OSError: if a file cannot be read.
+    """
+    if path.is_file():
+        return digest_of(path).sha256
+    names = sorted(file_sizes(path))
+    if not names:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file, and no folder with files", str(path))
+    return digest_of("".join(f"{digest_of(path / name).sha256}  {name}\n" for name in names).encode()).sha256
+
+
 MAX_DESCRIPTION_BYTES = 256 * 2**20
 """Maximum size of a file that describes a model or a tokenizer; the largest tokenizers have 40 MB."""
 

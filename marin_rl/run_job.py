@@ -1,0 +1,76 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run a job of another program: `python -m marin_rl.run_job job.json result.json`."""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from marin_rl.config.command_line import CommandParser, run_command
+from marin_rl.training.job import Job, JobResult, read_job, run_job, unfinished
+from marin_rl.utils.errors import USER_ERRORS, explain
+from marin_rl.utils.output import escape, go_on_without_output
+from marin_rl.utils.signals import interruptible
+from marin_rl.utils.storage import storage_path, write_bytes
+
+
+def attempt(job_file: Path) -> JobResult:
+    """Run a job; errors and signals become its result."""
+    job: Job | None = None
+    try:
+        job = read_job(job_file)
+        return run_job(job, sys.stdout)
+    except KeyboardInterrupt:
+        return unfinished(job, "interrupted")
+    except Exception as error:
+        text = explain(error, str(error)) if isinstance(error, USER_ERRORS) else traceback.format_exc()
+        print(f"error: {escape(text)}", file=sys.stderr)
+        return unfinished(job, "failed", error)
+
+
+def argument_parser() -> CommandParser:
+    """Return the parser of the command line."""
+    parser = CommandParser(
+        "python -m marin_rl.run_job",
+        description="Start or resume the run of a job, and write its result. The status is 0 if it succeeded, "
+        f"{os.EX_TEMPFAIL} if another attempt may succeed, and 1 if not.",
+    )
+    parser.add_argument("job", metavar="JOB.json", help="config, inputs with their checksums, run_dir and attempt")
+    parser.add_argument("result", metavar="RESULT.json", help="path or address of the result, written at the end")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program name; None for `sys.argv`.
+
+    Returns:
+        Exit status: 0 if the job succeeded, 75 (`EX_TEMPFAIL`) if another attempt may succeed, 1 if not.
+    """
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    given = argument_parser().parse_args(arguments)
+    result_file = storage_path(given.result, "RESULT.json")
+    result_file.parent.mkdir(parents=True, exist_ok=True)
+    # The result of a former attempt would count as that of this one, if this one is killed.
+    result_file.unlink(missing_ok=True)
+    go_on_without_output()
+    with interruptible():
+        result = attempt(Path(given.job))
+        write_bytes(result_file, json.dumps(dataclasses.asdict(result), indent=2).encode() + b"\n")
+    if result.state == "succeeded":
+        return 0
+    return os.EX_TEMPFAIL if result.can_be_retried else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run as a step of another program: a job and its result are JSON files, and another attempt resumes the run.
+
+Former attempts and inputs are checked before levanter is imported.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from marin_rl.config.command_line import merge_layers
+from marin_rl.config.input_files import file_problems
+from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.config.run_kind import RunKind
+from marin_rl.runs.run_directory import RunDirectory, exported_step, list_steps
+from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.imports import import_types
+from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.storage import path_digest, storage_path, write_bytes
+
+JOB = "job.json"
+"""File of a run directory with the job of its first attempt, and the last step when the run is complete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobInput(ConfigSection):
+    """A file or folder that a run reads or writes."""
+
+    path: str
+    """Path, or address such as `gs://bucket/folder`."""
+    sha256: str | None = None
+    """Checksum, as of [`path_digest`][marin_rl.utils.storage.path_digest]; null: not compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(ConfigSection):
+    """A run of `marin_rl.train`, `sft` or `dpo` in one process, which the keys of the config choose."""
+
+    config: dict[str, Any]
+    """The config, as in a YAML file. Its `run_dir` is replaced."""
+    run_dir: str
+    """Run directory, a path or an address. All attempts have the same; the trained model is exported to `hf` in it."""
+    inputs: dict[str, JobInput] = dataclasses.field(default_factory=dict)
+    """Files and folders that the run reads, by dotted key of the config, such as `initialize_from` or `data.path`."""
+    attempt: str = ""
+    """Name of this attempt, which the result repeats."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        storage_path(self.run_dir, "run_dir")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON values that are equal for all attempts."""
+        return {"config": self.config, "inputs": {key: vars(value) for key, value in self.inputs.items()}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed."""
+
+    type: str
+    """Class of the error."""
+    message: str
+    """Its message."""
+    retry: bool
+    """Whether another attempt may succeed; false for mistakes in the job, and if training diverged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobResult:
+    """How an attempt ended. There is no result if its process was killed, after which another attempt resumes."""
+
+    state: Literal["succeeded", "failed", "interrupted"]
+    """`interrupted`: a signal ended the attempt, after a checkpoint if there was something to save."""
+    attempt: str
+    """Name of the attempt."""
+    run_dir: str | None
+    """The run directory; null if the job cannot be read."""
+    step: int | None
+    """Step of the newest checkpoint, or of the export; null if there is none."""
+    export: JobInput | None = None
+    """The trained model in Hugging Face format, if the attempt succeeded."""
+    failure: Failure | None = None
+    """Reason, if the attempt failed."""
+
+    @property
+    def can_be_retried(self) -> bool:
+        """Whether another attempt may succeed."""
+        return self.state == "interrupted" or (self.failure is not None and self.failure.retry)
+
+
+def read_job(file: Path) -> Job:
+    """Read a job.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a key is unknown, missing or of the wrong type.
+    """
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the job {str(file)!r} cannot be read: {reason}; give a file with a JSON object") from error
+    return decode(Job, values)
+
+
+def run_job(job: Job, stream: TextIO) -> JobResult:
+    """Start or resume the run of a job; if a former attempt has succeeded, return its result.
+
+    Args:
+        job: the job.
+        stream: console output.
+
+    Raises:
+        ConfigError: if the config is invalid, an input is missing, or has another checksum.
+        RunDirectoryError: if the run directory belongs to another job or a run without one, or cannot be used.
+        Exception: as [`run_session`][marin_rl.training.session.run_session].
+    """
+    directory = RunDirectory(storage_path(job.run_dir))
+    if _has_succeeded(job, directory):
+        return _succeeded(job, directory)
+    config = _config_of(job)
+    _record(job, directory, None)
+    # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+    from marin_rl.training.session import run_session
+
+    if not run_session(config, stream):
+        return unfinished(job, "interrupted")
+    result = _succeeded(job, directory)
+    _record(job, directory, result.step)
+    return result
+
+
+def unfinished(job: Job | None, state: Literal["failed", "interrupted"], error: Exception | None = None) -> JobResult:
+    """Return the result of an attempt that did not succeed; `job` is None if it cannot be read."""
+    failure = None if error is None else Failure(type(error).__name__, str(error), _may_be_temporary(error))
+    if job is None:
+        return JobResult(state, "", None, None, failure=failure)
+    steps = list_steps(RunDirectory(storage_path(job.run_dir)).checkpoints)
+    return JobResult(state, job.attempt, job.run_dir, max(steps, default=None), failure=failure)
+
+
+def _record(job: Job, directory: RunDirectory, step: int | None) -> None:
+    with writing(directory.path):
+        directory.path.mkdir(parents=True, exist_ok=True)
+        write_bytes(directory.path / JOB, json.dumps({"job": job.identity, "step": step}).encode())
+
+
+def _succeeded(job: Job, directory: RunDirectory) -> JobResult:
+    export = JobInput(str(directory.hf), path_digest(directory.hf))
+    return JobResult("succeeded", job.attempt, job.run_dir, exported_step(directory), export)
+
+
+def _has_succeeded(job: Job, directory: RunDirectory) -> bool:
+    """Return whether a former attempt has succeeded, and check that former attempts had the same job."""
+    record = directory.path / JOB
+    if not record.is_file():
+        if directory.config.exists():
+            raise RunDirectoryError(f"run_dir {job.run_dir!r} has a run that no job started; choose another run_dir")
+        return False
+    former, own = json.loads(record.read_bytes()), json.loads(json.dumps(job.identity))
+    if differing := [key for key in own if own[key] != former["job"][key]]:
+        raise RunDirectoryError(
+            f"run_dir {job.run_dir!r} belongs to another job, which differs in its {' and '.join(differing)} (see "
+            f"{str(record)!r}); choose another run_dir"
+        )
+    return former["step"] is not None and exported_step(directory) == former["step"]
+
+
+def _config_of(job: Job) -> AbstractRunConfig:
+    """Check the inputs, and decode the config with their paths."""
+    if problems := list(_input_problems(job.inputs)):
+        raise ConfigError(*problems)
+    kind = RunKind.of(job.config)
+    paths = [_nested(key, value.path) for key, value in job.inputs.items()]
+    values = merge_layers(kind.config, [job.config, *paths, {"run_dir": job.run_dir}])
+    import_types(kind.config, [values])
+    config = decode(kind.config, values)
+    problems = list(file_problems(config))
+    if config.trainer.distributed.initialize_jax_distributed:
+        problems.append("trainer.distributed.initialize_jax_distributed is true, but a job has one process; remove it")
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def _input_problems(inputs: Mapping[str, JobInput]) -> Iterator[str]:
+    for key, value in inputs.items():
+        try:
+            found = path_digest(storage_path(value.path, f"inputs.{key}.path"))
+        except OSError as error:
+            expected = f" (expected sha256: {value.sha256})" if value.sha256 else ""
+            yield f"inputs.{key} is {value.path!r}, which cannot be read: {error.strerror or error}{expected}"
+            continue
+        if value.sha256 not in (None, found):
+            yield f"inputs.{key} is {value.path!r}, whose sha256 is {found}, but the job expects {value.sha256}"
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a layer of a config with one dotted key.
+
+    >>> _nested("data.path", "rows.jsonl")
+    {'data': {'path': 'rows.jsonl'}}
+    """
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _may_be_temporary(error: BaseException) -> bool:
+    """Return whether another attempt may succeed."""
+    if isinstance(error, ValueError | FileNotFoundError | PermissionError):
+        return False
+    from marin_rl.learner.train_step import NonFiniteUpdateError
+
+    if isinstance(error, RunDirectoryError):
+        # Such as a full disk, or another attempt that still holds the lock.
+        return isinstance(error.__cause__, OSError) and _may_be_temporary(error.__cause__)
+    return not isinstance(error, NonFiniteUpdateError)
