@@ -53,7 +53,7 @@ def prepare(seed: int, folder: Path) -> Path:
         "seed": seed,
         "steps": config.num_steps,
         "every": EVERY,
-        "prompts_per_step": config.rollouts.prompts_per_step,
+        "prompts": config.rollouts.prompts_per_step,
         "group_size": config.rollouts.group_size,
         "new_tokens": config.sampling.max_new_tokens,
         **{name: getattr(config.optimizer, name) for name in ("learning_rate", "beta1", "beta2", "epsilon")},

@@ -20,6 +20,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from experiments.benchmarks.trl_run import trainer_config
+
 Problem = dict[str, Any]
 """See `against_trl.prepare`."""
 
@@ -66,7 +68,7 @@ class Writer(TrainerCallback):
         return shares
 
 
-def trainer_config(problem: Problem, folder: Path, rows: int) -> GRPOConfig:
+def sums_config(problem: Problem, folder: Path, rows: int) -> GRPOConfig:
     """Return TRL's settings; `rows` are those of a forward and backward pass.
 
     With `scale_rewards="none"` the advantage is the reward minus the mean of its group, (G - 1)/G times that of RLOO.
@@ -74,36 +76,8 @@ def trainer_config(problem: Problem, folder: Path, rows: int) -> GRPOConfig:
     norm of the gradient is scaled by both factors; Adam does not depend on them.
     """
     group, tokens = problem["group_size"], problem["new_tokens"]
-    return GRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=problem["steps"],
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=problem["prompts_per_step"] * group // rows,
-        num_generations=group,
-        max_completion_length=tokens,
-        temperature=1.0,
-        top_k=0,
-        beta=0.0,
-        loss_type="dr_grpo",
-        scale_rewards="none",
-        max_grad_norm=problem["max_grad_norm"] * (group - 1) / group / tokens,
-        learning_rate=problem["learning_rate"],
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        weight_decay=0.0,
-        adam_beta1=problem["beta1"],
-        adam_beta2=problem["beta2"],
-        adam_epsilon=problem["epsilon"],
-        bf16=False,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=problem["seed"],
-    )
+    bound = problem["max_grad_norm"] * (group - 1) / group / tokens
+    return trainer_config(problem, folder, problem["steps"], rows, loss_type="dr_grpo", top_k=0, max_grad_norm=bound)
 
 
 def main() -> None:
@@ -124,7 +98,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(arguments.problem / "model", dtype=torch.float32),
         reward_funcs=reward,
-        args=trainer_config(problem, arguments.problem, arguments.rows),
+        args=sums_config(problem, arguments.problem, arguments.rows),
         train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
         processing_class=tokenizer,
         callbacks=[Writer(problem, tokenizer, arguments.output)],

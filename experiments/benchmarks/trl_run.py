@@ -70,37 +70,38 @@ class StepWriter(TrainerCallback):
             file.write(json.dumps(line) + "\n")
 
 
-def trainer_config(settings: dict[str, Any], folder: Path, steps: int, rows: int) -> GRPOConfig:
+def trainer_config(settings: dict[str, Any], folder: Path, steps: int, rows: int, **changes: Any) -> GRPOConfig:
     """Return TRL's settings of the problem; `rows` are those of a forward and backward pass."""
     rollouts = settings["prompts"] * settings["group_size"]
-    return GRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=steps,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=rollouts // rows,
-        num_generations=settings["group_size"],
-        max_completion_length=settings["new_tokens"],
-        temperature=1.0,
-        beta=0.0,
-        scale_rewards="none",
-        learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        weight_decay=0.0,
-        adam_beta1=settings["beta1"],
-        adam_beta2=settings["beta2"],
-        adam_epsilon=settings["epsilon"],
-        max_grad_norm=settings["max_grad_norm"],
-        bf16=False,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=settings["seed"],
-    )
+    values = {
+        "output_dir": str(folder / "trl"),
+        "max_steps": steps,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": rollouts // rows,
+        "num_generations": settings["group_size"],
+        "max_completion_length": settings["new_tokens"],
+        "temperature": 1.0,
+        "beta": 0.0,
+        "scale_rewards": "none",
+        "learning_rate": settings["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "adam_beta1": settings["beta1"],
+        "adam_beta2": settings["beta2"],
+        "adam_epsilon": settings["epsilon"],
+        "max_grad_norm": settings["max_grad_norm"],
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": settings["seed"],
+    }
+    return GRPOConfig(**(values | changes))
 
 
 def main() -> None:
