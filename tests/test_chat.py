@@ -16,6 +16,7 @@ from marin_rl.chat import main
 from marin_rl.environments.base import Step
 from marin_rl.rollouts.attempt import Attempt, Limits
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
+from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampledTokens, SampleRequest
 from marin_rl.serving.chat import TerminalChat
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -232,6 +233,49 @@ def test_an_interrupt_ends_a_reply_and_keeps_its_tokens(capfd: Capture):
         END,
         *BYTES.prompt_tokens([Message(role="user", content="on")]),
     )
+
+
+@pytest.mark.medium
+def test_the_reply_after_an_interrupt_equals_one_of_a_new_sampler(
+    finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+):
+    """The built-in sampler drops the rest of the reply, and continues from its tokens."""
+
+    def load() -> GroupSampler:
+        # One token in each call.
+        sampler = load_policy(run=str(finished_run.path), max_context=16, max_new_tokens=9, call_seconds=1e-9).sampler
+        sampler.compile()
+        return sampler
+
+    calls, requests = 0, []
+    start, advance = GroupSampler.start, GroupSampler.advance
+
+    def counted(sampler: GroupSampler) -> list[tuple[int, Generation]]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGINT)
+        return advance(sampler)
+
+    def recorded(sampler: GroupSampler, given: Sequence[SampleRequest]) -> list[int]:
+        requests.extend(given)
+        return start(sampler, given)
+
+    sampler = load()
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupSampler, "advance", counted)
+        patch.setattr(GroupSampler, "start", recorded)
+        # The policy is untrained at this temperature, and does not end the reply.
+        chat = chat_of(sampler, max_context=16, max_tokens=9, temperature=1e6)
+        chat.run(["2", "/temperature 0", "3"])
+    assert "[interrupted]" in capfd.readouterr().err
+    first, second = requests
+    added = (END, *BYTES.prompt_tokens([Message(role="user", content="3")]))
+    kept = second.prompt_tokens[len(first.prompt_tokens) : -len(added)]
+    assert second.prompt_tokens == (*first.prompt_tokens, *kept, *added)
+    assert len(kept) == 2
+    [expected] = load().sample([second])
+    assert chat.conversation.tokens == (*second.prompt_tokens, *expected.token_ids)
 
 
 def test_text_appears_as_it_is_sampled(monkeypatch: pytest.MonkeyPatch):
