@@ -57,7 +57,7 @@ def lock(directory: RunDirectory) -> Iterator[RunDirectory]:
         The directory. Its paths raise RunDirectoryError, and change nothing, if another process has taken the lock.
 
     Raises:
-        RunDirectoryError: if another process holds the lock; the message contains its id.
+        RunInUseError: if another process holds the lock; the message contains its id.
     """
     path = directory.path / ".lock"
     with contextlib.ExitStack() as stack:
@@ -130,8 +130,12 @@ def _require_writable(folder: Path) -> None:
         pass
 
 
-def _in_use(folder: object, process: str) -> RunDirectoryError:
-    return RunDirectoryError(
+class RunInUseError(RunDirectoryError):
+    """Another process uses the run directory."""
+
+
+def _in_use(folder: object, process: str) -> RunInUseError:
+    return RunInUseError(
         f"run directory {str(folder)!r} is in use by {process}; wait for it to end, stop it, or choose another run_dir"
     )
 
@@ -155,14 +159,14 @@ class Lease:
         """Check that no other process has taken the lock; asks the store at most every `CHECK_SECONDS`.
 
         Raises:
-            RunDirectoryError: if another process has.
+            RunInUseError: if another process has.
         """
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if now < self.checked + CHECK_SECONDS:
             return
         numbers = _numbers(self.folder)
         if numbers and numbers[-1] > self.number:
-            raise RunDirectoryError(
+            raise RunInUseError(
                 f"run directory {str(self.folder.parent)!r} was taken over by another process, because this one did "
                 f"not renew its lock for {LEASE_SECONDS:g} s; nothing was overwritten, and the other process continues"
             )
@@ -204,7 +208,7 @@ def hold(folder: RemotePath, clock: Clock | None = None) -> Iterator[Lease]:
         The lease.
 
     Raises:
-        RunDirectoryError: if another process holds the lock; the message contains its id.
+        RunInUseError: if another process holds the lock; the message contains its id.
         OSError: if the store cannot be written.
     """
     lease = _take(folder, clock or Clock())

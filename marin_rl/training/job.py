@@ -16,6 +16,7 @@ from marin_rl.config.command_line import merge_layers
 from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
+from marin_rl.runs.lock import RunInUseError
 from marin_rl.runs.run_directory import RunDirectory, exported_step, list_steps
 from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
@@ -219,7 +220,7 @@ def _may_be_temporary(error: BaseException) -> bool:
         return False
     from marin_rl.learner.train_step import NonFiniteUpdateError
 
-    if isinstance(error, RunDirectoryError):
-        # Such as a full disk, or another attempt that still holds the lock.
+    if isinstance(error, RunDirectoryError) and not isinstance(error, RunInUseError):
+        # Such as a full disk.
         return isinstance(error.__cause__, OSError) and _may_be_temporary(error.__cause__)
     return not isinstance(error, NonFiniteUpdateError)

@@ -240,7 +240,7 @@ def test_another_attempt_at_the_same_time_may_retry(attempts: Attempts):
 
     with lock(RunDirectory(attempts.folder / "run")):
         code, result = attempts.run()
-    assert (code, result["failure"]["type"], result["failure"]["retry"]) == (RETRY, "RunDirectoryError", True)
+    assert (code, result["failure"]["type"], result["failure"]["retry"]) == (RETRY, "RunInUseError", True)
     assert attempts.run()[0] == 0
 
 
