@@ -176,6 +176,18 @@ def test_a_job_that_has_succeeded_is_not_run_again(attempts: Attempts, monkeypat
 
 
 @pytest.mark.medium
+def test_a_run_in_an_object_store(attempts: Attempts):
+    """Its export is an input of another job."""
+    address = "memory://jobs/run"
+    code, remote = attempts.run(run_dir=address)
+    assert (code, remote["export"]["path"]) == (0, f"{address}/hf")
+    assert attempts.run(run_dir=address, attempt="second") == (0, {**remote, "attempt": "second"})
+    config, inputs = changed(attempts.job["config"], {"num_steps": 1}), {"initialize_from": remote["export"]}
+    code, local = attempts.run(config=config, inputs=inputs)
+    assert (code, local["state"], local["step"]) == (0, "succeeded", 1)
+
+
+@pytest.mark.medium
 def test_dpo_is_a_job(tmp_path: Path):
     config = plain(make_dpo_run(tmp_path, num_steps=1))
     attempts = Attempts(tmp_path, {"run_dir": str(tmp_path / "pairs"), "config": config})
