@@ -18,8 +18,7 @@ from levanter.optim.config import AdamConfig
 
 from experiments.rloo_in_code import rloo
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.sections import WarmStartConfig
-from marin_rl.config.supervised_config import BatchConfig
+from marin_rl.config.supervised_config import BatchConfig, LossEvaluationConfig
 from marin_rl.config.train_config import SftConfig, TrainConfig
 from marin_rl.data.config import DataConfig
 from marin_rl.runs.run_directory import write_atomically
@@ -29,27 +28,30 @@ from marin_rl.training.session import run_session
 
 
 def sft(folder: Path) -> SftConfig:
-    """Return the config of fine-tuning on worked sums."""
+    """Return the config of experiments/sft.yaml."""
+    optimizer = AdamConfig(
+        learning_rate=1e-3, lr_schedule="cosine", min_lr_ratio=0.1, warmup=20, weight_decay=0.0, max_grad_norm=1.0
+    )
     return SftConfig(
         run_dir=str(folder / "sft"),
         data=DataConfig("experiments/data/sums.jsonl", held_out=0.1),
         model=rloo().model,
-        epochs=2,
+        epochs=8,
         batch=BatchConfig(size=64, max_length=16),
-        optimizer=AdamConfig(learning_rate=1e-3, lr_schedule="cosine", warmup=20, weight_decay=0.0, max_grad_norm=1.0),
+        optimizer=optimizer,
+        evaluation=LossEvaluationConfig(every=50),
     )
 
 
 def rl(folder: Path) -> TrainConfig:
-    """Return the config of RLOO from the result of fine-tuning."""
+    """Return the config of experiments/rloo.yaml from the result of fine-tuning."""
     plain = rloo()
     return dataclasses.replace(
         plain,
         run_dir=str(folder / "rl"),
         initialize_from=str(folder / "sft"),
-        warm_start=WarmStartConfig(max_steps=0),
+        warm_start=dataclasses.replace(plain.warm_start, max_steps=0),
         optimizer=dataclasses.replace(plain.optimizer, learning_rate=1e-4),
-        num_steps=50,
     )
 
 

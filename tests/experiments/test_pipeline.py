@@ -10,13 +10,14 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
-from experiments import pipeline as module
-from experiments.pipeline import pipeline
-from experiments.rloo_in_code import rloo
+from experiments.pipeline import pipeline, rl, sft
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.utils.settings.yaml_text import to_yaml
 from tests.tiny_run import TinyRun, contents, make_run, outcome
 from tests.training.test_supervised_run import make as make_sft_run
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def run(folder: Path) -> dict[str, float]:
@@ -62,7 +63,10 @@ def test_an_interrupted_pipeline_goes_on_and_ends_like_an_undisturbed_one(
     assert before["model/model.safetensors"] == before["run/hf/model.safetensors"]
 
 
-def test_the_stages_have_one_model_and_follow_each_other():
-    first, second = module.sft(Path("a")), module.rl(Path("a"))
-    assert (first.model, second.model) == (rloo().model, rloo().model)
-    assert second.initialize_from == first.run_dir
+def test_the_stages_equal_the_yaml_files():
+    """The second one with the options with which `sft.yaml` continues."""
+    first = ["--config", str(EXPERIMENTS / "sft.yaml"), "--run_dir", "a/sft"]
+    assert to_yaml(sft(Path("a"))) == to_yaml(parse_config(SftConfig, first).config)
+    options = ["--initialize_from", "a/sft", "--warm_start.max_steps", "0", "--optimizer.learning_rate", "1e-4"]
+    second = ["--config", str(EXPERIMENTS / "rloo.yaml"), "--run_dir", "a/rl", *options]
+    assert to_yaml(rl(Path("a"))) == to_yaml(parse_config(TrainConfig, second).config)
