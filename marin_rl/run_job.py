@@ -27,7 +27,7 @@ def attempt(job_file: Path) -> JobResult:
         return run_job(job, sys.stdout)
     except KeyboardInterrupt:
         return unfinished(job, "interrupted")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = explain(error, str(error)) if isinstance(error, USER_ERRORS) else traceback.format_exc()
         print(f"error: {escape(text)}", file=sys.stderr)
         return unfinished(job, "failed", error)

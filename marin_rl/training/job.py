@@ -6,6 +6,7 @@
 Former attempts and inputs are checked before levanter is imported.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -138,12 +139,17 @@ def run_job(job: Job, stream: TextIO) -> JobResult:
     return result
 
 
-def unfinished(job: Job | None, state: Literal["failed", "interrupted"], error: Exception | None = None) -> JobResult:
+def unfinished(
+    job: Job | None, state: Literal["failed", "interrupted"], error: BaseException | None = None
+) -> JobResult:
     """Return the result of an attempt that did not succeed; `job` is None if it cannot be read."""
     failure = None if error is None else Failure(type(error).__name__, str(error), _may_be_temporary(error))
     if job is None:
         return JobResult(state, "", None, None, failure=failure)
-    steps = list_steps(RunDirectory(storage_path(job.run_dir)).checkpoints)
+    steps: list[int] = []
+    # The store may be the reason of the failure.
+    with contextlib.suppress(OSError):
+        steps = list_steps(RunDirectory(storage_path(job.run_dir)).checkpoints)
     return JobResult(state, job.attempt, job.run_dir, max(steps, default=None), failure=failure)
 
 

@@ -28,7 +28,7 @@ def run(folder: Path) -> dict[str, float]:
     return pipeline(parse_config(SftConfig, rows.argv).config, parse_config(TrainConfig, sums.argv).config, folder)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_interrupted_pipeline_goes_on_and_ends_like_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -231,10 +231,15 @@ def test_a_run_without_a_job_is_refused(attempts: Attempts, finished_run: TinyRu
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(RuntimeError("the device was lost"), RETRY), (OSError(28, "disk full"), RETRY), (ValueError("no"), 1)],
+    [
+        (RuntimeError("the device was lost"), RETRY),
+        (SystemExit("user code"), RETRY),
+        (OSError(28, "disk full"), RETRY),
+        (ValueError("no"), 1),
+    ],
 )
 def test_failures_say_whether_to_retry(
-    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ):
     def run_session(*arguments: Any) -> bool:
         raise error
