@@ -24,6 +24,12 @@ from experiments.benchmarks.trl_run import trainer_config
 
 Problem = dict[str, Any]
 """See `against_trl.prepare`."""
+Messages = list[dict[str, str]]
+
+
+def as_messages(question: str) -> Messages:
+    """Return a question as a conversation, which the tokenizer's template renders."""
+    return [{"role": "user", "content": question}]
 
 
 class Writer(TrainerCallback):
@@ -55,7 +61,14 @@ class Writer(TrainerCallback):
     def _accuracies(self, model: Any) -> dict[str, float]:
         """Return the share of right answers, sampled and greedy."""
         questions, answers = zip(*self._problem["held_out"], strict=True)
-        batch = self._tokenizer(list(questions), return_tensors="pt", padding=True, padding_side="left")
+        batch = self._tokenizer.apply_chat_template(
+            [as_messages(question) for question in questions],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+            tokenizer_kwargs={"padding_side": "left"},
+        )
         shares = {}
         for name, sampled in (("sampled", True), ("greedy", False)):
             with torch.no_grad():
@@ -91,15 +104,15 @@ def main() -> None:
     problem = json.loads((arguments.problem / "problem.json").read_text())
     prompts, answers = zip(*problem["train"], strict=True)
 
-    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(reply == right) for reply, right in zip(completions, answer, strict=True)]
+    def reward(completions: list[Messages], answer: list[str], **_: Any) -> list[float]:
+        return [float(reply[0]["content"] == right) for reply, right in zip(completions, answer, strict=True)]
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.problem / "model")
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(arguments.problem / "model", dtype=torch.float32),
         reward_funcs=reward,
         args=sums_config(problem, arguments.problem, arguments.rows),
-        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
+        train_dataset=Dataset.from_dict({"prompt": [*map(as_messages, prompts)], "answer": answers}),
         processing_class=tokenizer,
         callbacks=[Writer(problem, tokenizer, arguments.output)],
     )
