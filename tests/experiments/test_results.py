@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from experiments.results import page, runs
+from experiments.results.__main__ import quick
 from experiments.results.runs import Record, add, read, scores
 from experiments.results.tasks import COMPARED, TASKS, compared_runs
 from marin_rl.config.command_line import parse_config
@@ -129,3 +130,8 @@ def test_compared_runs_have_the_start_of_their_seed(name):
     planned = list(compared_runs(COMPARED[name]))
     assert len({run.directory for run in planned}) == len(planned)
     assert {run.before[0].split()[3] for run in planned if run.seed == 2} == {"2"}
+
+
+@pytest.mark.slow
+def test_a_quick_version_is_in_its_band():
+    assert quick("sums")
