@@ -22,8 +22,8 @@ class Task:
     """Its experiment."""
     quick_steps: int
     """Steps of its quick version, which takes a minute or two."""
-    band: tuple[float, float]
-    """Bounds of the sampled held-out score after them: the range of the recorded seeds and 0.1 more on both sides."""
+    band: tuple[float, float] | None = None
+    """Bounds of the sampled held-out score after them, 0.1 around that of the recorded run; None without one."""
     before: tuple[str, ...] = ()
     """Commands that make its start."""
 
@@ -49,8 +49,29 @@ class Task:
         yield Run(CONTROL, SEEDS[0], command, directory, self.before)
 
 
+SFT_DATA = "experiments.tasks.sft_data"
 TASKS = {
     "sums": Task("experiments/rloo.yaml", 50, (0.4, 0.9)),
+    "catcount": Task(
+        "experiments/tasks/catcount.yaml",
+        20,
+        before=(SFT_DATA, "marin_rl.sft --config experiments/tasks/catcount_sft.yaml"),
+    ),
+    "reverse_text": Task(
+        "experiments/tasks/reverse_text.yaml",
+        20,
+        before=(SFT_DATA, "marin_rl.sft --config experiments/tasks/reverse_text_sft.yaml"),
+    ),
+    "letter_count": Task("experiments/tasks/letter_count.yaml", 25),
+    "sum_digits": Task("experiments/tasks/sum_digits.yaml", 25),
+    "countdown": Task("experiments/tasks/countdown.yaml", 25),
+    "arithmetic": Task(
+        "experiments/tasks/arithmetic.yaml",
+        20,
+        before=("experiments.external.tinker.data", "marin_rl.sft --config experiments/external/tinker/small.yaml"),
+    ),
+    "tictactoe": Task("experiments/tasks/tictactoe.yaml", 30),
+    "tictactoe_self": Task("experiments/tasks/tictactoe_self.yaml", 20),
 }
 """Tasks by the name of their record."""
 
