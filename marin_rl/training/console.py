@@ -247,16 +247,15 @@ def print_closing_table(
     path = f"./{run_directory}" if str(run_directory).startswith("-") else str(run_directory)
     quoted = escape_line(shlex.quote(path))
     train = "python -m marin_rl.train --config CONFIG"
-    is_rl = trained_with == "train"
     next_commands = {
         "View its rollouts": f"python -m marin_rl.view {quoted}",
         "Evaluate it again": f"python -m marin_rl.evaluate --run {quoted}",
-        "Serve it": f"python -m marin_rl.serve --run {quoted}",
+        "Talk to it": f"python -m marin_rl.chat --run {quoted}",
         "Train from its weights": f"{train} --run_dir NEW --initialize_from {quoted} --warm_start.max_steps 0",
         "Train it longer": f"python -m marin_rl.{trained_with} --config CONFIG --run_dir {quoted} --num_steps N",
     }
-    for purpose in ("Serve it",) if is_rl else ("View its rollouts", "Evaluate it again"):
-        del next_commands[purpose]
+    if trained_with != "train":
+        del next_commands["View its rollouts"], next_commands["Evaluate it again"]
     for purpose, line in next_commands.items():
         console.print(Text.assemble((f"\n{purpose}\n", "dim"), (f"  {escape(line)}", "bold")), soft_wrap=True)
 
