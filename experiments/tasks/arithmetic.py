@@ -39,5 +39,5 @@ def _task(a: int, b: int) -> Task:
 
 
 def _score(task: Task, reply: str) -> float:
-    numbers = re.findall(r"-?\d+", reply.replace(",", ""))
-    return float(bool(numbers) and int(numbers[-1]) == int(task.answer))
+    numbers = re.findall("-?[0-9]+", reply.replace(",", ""))
+    return float(bool(numbers) and re.fullmatch(f"0*{task.answer}", numbers[-1]) is not None)

@@ -194,6 +194,13 @@ def test_numbers_are_added() -> None:
         assert right == [sum(map(int, re.findall("[0-9]+", question)))]
 
 
+@pytest.mark.parametrize(("reply", "reward"), [("0" * 5000 + "{}", 1), ("9" * 5000, 0), ("\u0669", 0), ("-{}", 0)])
+def test_numbers_of_any_length_and_script_are_scored(reply: str, reward: float) -> None:
+    built = arithmetic.make()
+    nine = next(task for task in built.tasks(Split.TRAIN) if task.answer == "9")
+    assert built.score(nine, reply.format(9)) == reward
+
+
 # countdown
 
 
