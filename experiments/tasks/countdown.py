@@ -41,7 +41,9 @@ def make(
 
     def score(task: Task, reply: str) -> float:
         numbers, target = puzzles[task.id]
-        return float(evaluate(reply.rpartition("<answer>")[2].partition("</answer>")[0], numbers) == target)
+        _, tag, tagged = reply.rpartition("</answer>")[0].rpartition("<answer>")
+        answer = reply if not instructions else tagged if tag else ""
+        return float(evaluate(answer, numbers) == target)
 
     return SingleTurnEnvironment(NAME, split_problems(problems, 0.1, 0.05, NAME), score)
 

@@ -248,5 +248,17 @@ def test_other_texts_have_no_value(text: str) -> None:
     assert countdown.evaluate(text, [3, 4]) is None
 
 
+@pytest.mark.parametrize("instructions", [True, False])
+def test_an_answer_has_tags_if_the_instructions_ask_for_them(instructions: bool) -> None:
+    built = countdown.make(instructions=instructions)
+    task = built.tasks(Split.TRAIN)[0]
+    solution = task.worked_answer.removeprefix("<answer>").removesuffix("</answer>")
+    tagged = f"<answer>{solution}</answer>"
+    replies = {solution: not instructions}
+    replies |= {f"<think>{tagged}</think> <answer>1</answer>": False, f"<answer>1</answer> {tagged}.": instructions}
+    replies |= {tagged: instructions, f"{solution}</answer>": False, f"<answer>{solution}": False}
+    assert {reply: built.score(task, reply) for reply in replies} == replies
+
+
 def test_division_by_zero_has_no_value() -> None:
     assert countdown.evaluate("3/(4-4)", [3, 4, 4]) is None
