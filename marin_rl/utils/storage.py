@@ -373,21 +373,36 @@ def path_digest(path: StoragePath) -> str:
     r"""Return the SHA-256 checksum of a file or a folder.
 
     That of a folder is the checksum of the lines that `sha256sum` prints for its files, in the order of their names:
-    `find . -type f -printf '%P\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum`.
+    `find -L . -type f -printf '%P\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum`.
 
     Args:
         path: the file or folder.
 
     Raises:
         FileNotFoundError: if it does not exist, or is a folder without files.
-        OSError: if a file cannot be read.
+        OSError: if a file cannot be read, or a folder contains a link to a folder, whose files would not be read.
     """
     if path.is_file():
         return digest_of(path).sha256
-    names = sorted(file_sizes(path))
+    if isinstance(path, Path):
+        for link in path.rglob("*"):
+            if link.is_symlink() and link.is_dir():
+                raise OSError(errno.EINVAL, f"{str(link)!r} is a link to a folder; replace it by the folder")
+    names = sorted(file_sizes(path), key=_name_bytes)
     if not names:
         raise FileNotFoundError(errno.ENOENT, "there is no such file, and no folder with files", str(path))
-    return digest_of("".join(f"{digest_of(path / name).sha256}  {name}\n" for name in names).encode()).sha256
+    return digest_of(b"".join(_digest_line(digest_of(path / name).sha256, name) for name in names)).sha256
+
+
+def _digest_line(digest: str, name: str) -> bytes:
+    """A line of `sha256sum`, which begins with a backslash if the name is escaped."""
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return ("\\" if escaped != name else "").encode() + digest.encode() + b"  " + _name_bytes(escaped) + b"\n"
+
+
+def _name_bytes(name: str) -> bytes:
+    """A file's name, which need not be UTF-8."""
+    return name.encode("utf-8", "surrogateescape")
 
 
 MAX_DESCRIPTION_BYTES = 256 * 2**20

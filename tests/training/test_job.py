@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -288,13 +289,28 @@ def test_sigterm_is_an_interruption_and_the_next_attempt_resumes(attempts: Attem
 
 
 def test_the_checksum_of_a_folder_is_that_of_sha256sum(tmp_path: Path):
-    for name in ("b", "a b/ü", "a/c", "B", "a-c"):
+    not_utf8 = os.fsdecode(b"\xff")
+    for name in ("b", "a b/ü", "a/c", "B", "a-c", "new\nline", "back\\slash", "\ufb01", not_utf8):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(name.encode() * 3)
-    listed = r"find . -type f -printf '%P\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
+        (tmp_path / name).write_bytes(os.fsencode(name) * 3)
+    (tmp_path / "link").symlink_to("b")
+    listed = r"find -L . -type f -printf '%P\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
     shell = subprocess.run(["sh", "-c", listed], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shell.stdout.split()[0] == path_digest(tmp_path)
     file = subprocess.run(["sha256sum", "b"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert file.stdout.split()[0] == path_digest(tmp_path / "b")
     with pytest.raises(FileNotFoundError):
         path_digest(tmp_path / "none")
+
+
+def test_the_checksum_of_a_folder_is_that_of_no_other_folder(tmp_path: Path):
+    (two := tmp_path / "two").mkdir()
+    (two / "a").write_text("1")
+    (two / "b").write_text("2")
+    (one := tmp_path / "one").mkdir()
+    (one / f"a\n{path_digest(two / 'b')}  b").write_text("1")
+    assert path_digest(one) != path_digest(two)
+    # Files behind a link to a folder would not be read.
+    (two / "c").symlink_to(one)
+    with pytest.raises(OSError, match=re.escape(str(two / "c"))):
+        path_digest(two)
