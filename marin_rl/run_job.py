@@ -15,6 +15,7 @@ from marin_rl.config.command_line import CommandParser, run_command
 from marin_rl.training.job import Job, JobResult, read_job, run_job, unfinished
 from marin_rl.utils.errors import USER_ERRORS, explain
 from marin_rl.utils.output import escape, go_on_without_output
+from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import storage_path, write_bytes
 
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     given = argument_parser().parse_args(arguments)
     result_file = storage_path(given.result, "RESULT.json")
+    if isinstance(result_file, Path) and result_file.resolve() == Path(given.job).resolve():
+        raise ConfigError(f"the job and the result are the same file, {given.job!r}; give the result another name")
     result_file.parent.mkdir(parents=True, exist_ok=True)
     # The result of a former attempt would count as that of this one, if this one is killed.
     result_file.unlink(missing_ok=True)

@@ -223,6 +223,14 @@ def test_mistakes_of_a_job_are_named(attempts: Attempts, changes: dict[str, Any]
     assert message in result["failure"]["message"]
 
 
+def test_a_result_does_not_replace_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (job := tmp_path / "job.json").write_text("{}")
+    (link := tmp_path / "link.json").symlink_to(job)
+    assert [main([str(job), str(job)]), main([str(link), str(job)])] == [1, 1]
+    assert job.read_text() == "{}"
+    assert str(job) in capsys.readouterr().err
+
+
 def test_a_run_without_a_job_is_refused(attempts: Attempts, finished_run: TinyRun):
     shutil.copytree(finished_run.path, attempts.folder / "run")
     code, result = attempts.run()
