@@ -24,7 +24,7 @@ from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import ConfigError
-from marin_rl.utils.storage import path_digest, storage_path, write_bytes
+from marin_rl.utils.storage import StoragePath, path_digest, storage_path, write_bytes
 
 JOB = "job.json"
 """File of a run directory with the job of its first attempt, and the last step when the run is complete."""
@@ -171,13 +171,25 @@ def _has_succeeded(job: Job, directory: RunDirectory) -> bool:
         if directory.config.exists():
             raise RunDirectoryError(f"run_dir {job.run_dir!r} has a run that no job started; choose another run_dir")
         return False
-    former, own = json.loads(record.read_bytes()), json.loads(json.dumps(job.identity))
-    if differing := [key for key in own if own[key] != former["job"][key]]:
+    (identity, step), own = _read_record(record), json.loads(json.dumps(job.identity))
+    if differing := [key for key in own if own[key] != identity.get(key)]:
         raise RunDirectoryError(
             f"run_dir {job.run_dir!r} belongs to another job, which differs in its {' and '.join(differing)} (see "
             f"{str(record)!r}); choose another run_dir"
         )
-    return former["step"] is not None and exported_step(directory) == former["step"]
+    return step is not None and exported_step(directory) == step
+
+
+def _read_record(file: StoragePath) -> tuple[dict[str, Any], int | None]:
+    """The identity of the job of former attempts, and the last step if one of them has succeeded."""
+    try:
+        record = json.loads(file.read_bytes())
+        return dict(record["job"]), record["step"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RunDirectoryError(
+            f"{str(file)!r} is not the record that a job leaves in its run_dir; choose another run_dir, or move the "
+            "file if it is a job of your own"
+        ) from error
 
 
 def _config_of(job: Job) -> AbstractRunConfig:

@@ -238,6 +238,17 @@ def test_a_run_without_a_job_is_refused(attempts: Attempts, finished_run: TinyRu
     assert not (attempts.folder / "run" / "job.json").exists()
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"config": {}, "run_dir": "run"}', '{"job": 3, "step": null}'])
+def test_another_file_in_the_place_of_the_record_is_refused(attempts: Attempts, content: str):
+    """Such as the file of the job itself; another attempt would fail again."""
+    (attempts.folder / "run").mkdir()
+    (record := attempts.folder / "run" / "job.json").write_text(content)
+    code, result = attempts.run()
+    assert (code, result["failure"]["type"], result["failure"]["retry"]) == (1, "RunDirectoryError", False)
+    assert str(record) in result["failure"]["message"]
+    assert record.read_text() == content
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
