@@ -9,7 +9,8 @@ Former attempts and inputs are checked before levanter is imported.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -105,11 +106,24 @@ def read_job(file: Path) -> Job:
         ConfigError: if the file cannot be read, or a key is unknown, missing or of the wrong type.
     """
     try:
-        values = json.loads(file.read_bytes())
+        values = json.loads(file.read_bytes(), object_pairs_hook=_with_unique_keys, parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"the job {str(file)!r} cannot be read: {reason}; give a file with a JSON object") from error
     return decode(Job, values)
+
+
+def _with_unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {repeated!r} is given twice; keep one of them")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    """JSON has no such numbers; NaN would also differ from itself in a former attempt."""
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def run_job(job: Job, stream: TextIO) -> JobResult:

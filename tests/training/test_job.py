@@ -21,6 +21,7 @@ import yaml
 
 from marin_rl.run_job import main
 from marin_rl.training import job as job_module
+from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.storage import path_digest
 from tests.fork_server import popen
 from tests.tiny_run import TINY, TinyRun, changed, make_run, outcome
@@ -221,6 +222,13 @@ def test_mistakes_of_a_job_are_named(attempts: Attempts, changes: dict[str, Any]
     code, result = attempts.run(**changes)
     assert (code, result["state"], result["failure"]["retry"]) == (1, "failed", False)
     assert message in result["failure"]["message"]
+
+
+@pytest.mark.parametrize("value", ['{"seed": 1, "seed": 2}', '{"seed": NaN}', '{"seed": -Infinity}'])
+def test_a_job_that_json_does_not_define_is_refused(tmp_path: Path, value: str):
+    (job := tmp_path / "job.json").write_text(f'{{"config": {value}, "run_dir": "{tmp_path / "run"}"}}')
+    with pytest.raises(ConfigError, match=r"twice|not a JSON value"):
+        job_module.read_job(job)
 
 
 def test_a_result_does_not_replace_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
