@@ -16,6 +16,7 @@ from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.serving.options import check_source, require_model
+from marin_rl.utils.errors import UserError
 from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
@@ -56,11 +57,14 @@ def chat(config: ChatConfig) -> None:
     """Load the policy, and answer the lines of standard input until its end or `/quit`.
 
     Raises:
-        UserError: if the folder `model` does not exist, or `max_context` exceeds the model's positions.
+        UserError: if standard input is closed, the folder `model` does not exist, or `max_context` exceeds the model's
+            positions.
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
         SamplerError: if the policy has no valid probabilities.
     """
+    if sys.stdin is None:
+        raise UserError("standard input, which has the messages, is closed; leave it open, or give a file or a pipe")
     if config.run is not None:
         open_with_checkpoint(config.run, config.step)
     else:

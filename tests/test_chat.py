@@ -66,6 +66,12 @@ def test_mistakes_are_named(argv: list[str], message: str, capfd: Capture):
     assert message in capfd.readouterr().err
 
 
+def test_a_closed_input_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Capture):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["--model", "missing"]) == 1
+    assert "standard input" in capfd.readouterr().err
+
+
 @pytest.mark.medium
 def test_a_greedy_chat_equals_the_sampler(finished_run: TinyRun, typed: Callable[..., int], capfd: Capture):
     """Replies and their probabilities, of two turns in one context, for two steps of the run."""
