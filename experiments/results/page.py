@@ -51,18 +51,21 @@ def task_table() -> str:
 def objective_table(task: str) -> str:
     """Return one row for each objective: mean and interval at the end and over the run, and the paired difference."""
     groups = by_label(read(task))
-    ends = {label: [record.sampled[-1] for record in records] for label, records in groups.items()}
-    wide = 1 - 0.05 / (len(ends) - 1)
+    ends = {label: {record.seed: record.sampled[-1] for record in records} for label, records in groups.items()}
+    base = ends.get(BASELINE, {})
+    wide = 1 - 0.05 / max(len(ends.keys() - {BASELINE}), 1)
     rows = []
     for label, records in groups.items():
         cells = [
-            _plus_minus(*interval(ends[label])),
+            _plus_minus(*interval([*ends[label].values()])),
             _plus_minus(*interval([float(np.mean(one.sampled)) for one in records])),
         ]
-        if label == BASELINE:
+        # Runs of a seed have the same start; until all runs are recorded, some have no counterpart.
+        pairs = [(end, base[seed]) for seed, end in ends[label].items() if seed in base]
+        if label == BASELINE or not pairs:
             difference = ""
         else:
-            mean, half = interval([a - b for a, b in zip(ends[label], ends[BASELINE], strict=True)], wide)
+            mean, half = interval([end - other for end, other in pairs], wide)
             difference = f"{mean:+.3f} ± {half:.3f}, {'real' if abs(mean) > half else 'not told apart from 0'}"
         rows.append([f"`{label}`", *cells, difference])
     columns = ["objective", "accuracy after the last step", "mean over the run", f"difference from `{BASELINE}`"]

@@ -100,6 +100,25 @@ def test_a_difference_is_real_only_if_its_interval_excludes_0(records):
     assert {line.split("`")[1]: "real" in line for line in lines[2:]} == {"grpo": True, "ppo": False, "rloo": False}
 
 
+def differences(scores: dict[str, dict[int, float]]) -> dict[str, str]:
+    for label, ends in scores.items():
+        for seed, end in ends.items():
+            add("objectives_sums", dataclasses.replace(RECORD, label=label, seed=seed, sampled=(0.2, end)))
+    lines = page.objective_table("objectives_sums").splitlines()[2:]
+    return {line.split("`")[1]: line.split("|")[-2] for line in lines}
+
+
+def test_differences_are_those_of_runs_with_the_same_seed(records):
+    found = differences({"grpo": {2: 0.7, 3: 0.8, 4: 0.1}, "ppo": {9: 0.5}, "rloo": {1: 0.9, 2: 0.5, 3: 0.6}})
+    assert found["grpo"].startswith(" +0.200 ± 0.000")
+    assert found["ppo"].strip() == found["rloo"].strip() == ""
+
+
+@pytest.mark.parametrize("label", ["rloo", "grpo"])
+def test_objectives_without_counterpart_have_no_difference(records, label):
+    assert {name: text.strip() for name, text in differences({label: {1: 0.5, 2: 0.6}}).items()} == {label: ""}
+
+
 def test_tables_stand_between_their_markers(records):
     for label in ("its own", "random"):
         add("sums", dataclasses.replace(RECORD, label=label))
