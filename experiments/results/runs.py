@@ -17,6 +17,7 @@ from pathlib import Path
 
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.utils.levanter_line import distribution_of
+from marin_rl.utils.storage import write_bytes
 
 RECORDS = Path(__file__).parent / "records"
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,8 @@ def add(name: str, record: Record) -> None:
         others = [old for old in read(name) if (old.label, old.seed) != (record.label, record.seed)]
         ordered = sorted([*others, record], key=lambda one: (one.label, one.seed))
         text = ",\n".join(json.dumps(dataclasses.asdict(one)) for one in ordered)
-        (RECORDS / f"{name}.json").write_text(f"[\n{text}\n]\n")
+        # Others read without the lock.
+        write_bytes(RECORDS / f"{name}.json", f"[\n{text}\n]\n".encode())
 
 
 def _python(command: str) -> None:

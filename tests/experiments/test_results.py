@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments.results import __main__ as results
 from experiments.results import page, runs
 from experiments.results.__main__ import quick
 from experiments.results.runs import Record, add, read, scores
@@ -76,6 +77,34 @@ def test_records_of_processes_at_the_same_time_are_all_kept(records):
     for process in processes:
         process.join()
     assert [record.seed for record in read("sums")] == list(range(3))
+
+
+def test_a_reader_sees_whole_records_only(records, monkeypatch):
+    add("sums", RECORD)
+    seen = []
+
+    def sync(descriptor):
+        seen.append([record.seed for record in read("sums")])
+
+    monkeypatch.setattr("os.fsync", sync)
+    add("sums", dataclasses.replace(RECORD, seed=2))
+    # Before the new file has the name, and when the folder is written.
+    assert seen == [[1], [1, 2]]
+
+
+def test_quick_versions_run_although_one_is_outside_its_band(monkeypatch):
+    monkeypatch.setattr(results, "TASKS", {"first": None, "second": None})
+    monkeypatch.setattr("sys.argv", ["results", "--quick"])
+    done = []
+    monkeypatch.setattr(results, "quick", lambda name: done.append(name))
+    assert results.main() == 1
+    assert done == ["first", "second"]
+
+
+def test_a_comparison_has_no_quick_version(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["results", "--quick", next(iter(COMPARED))])
+    with pytest.raises(SystemExit, match="2"):
+        results.main()
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say():
