@@ -64,7 +64,8 @@ def watch(
 
     Args:
         command: the program.
-        lines: file to which the program appends a JSON object with a `step` for each step; steps below 1 are skipped.
+        lines: new file to which the program appends a JSON object with a `step` for each step; steps below 1 are
+            skipped.
         log: new file for the program's output.
         cores: cores that the program may use.
         cwd: working directory.
@@ -73,7 +74,10 @@ def watch(
 
     Raises:
         BenchmarkedRunError: if the program fails or takes too long; the message has the end of its output.
+        FileExistsError: if `lines` exists, whose steps would count as those of this run.
     """
+    if lines.exists():
+        raise FileExistsError(f"{str(lines)!r} has the steps of an earlier run; remove it, or choose another folder")
     load = os.getloadavg()[0]
     steps: list[WatchedStep] = []
     peak, cpu, cpu_of_others = 0, 0.0, _cpu_of_ended_children()

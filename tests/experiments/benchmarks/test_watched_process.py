@@ -47,6 +47,12 @@ def test_steps_are_measured(tmp_path: Path) -> None:
     assert [step.at for step in watched.steps] == sorted(step.at for step in watched.steps)
 
 
+def test_steps_of_an_earlier_run_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"step": 1}\n')
+    with pytest.raises(FileExistsError, match="lines"):
+        run(tmp_path, STEPS)
+
+
 def test_processes_that_it_started_are_ended_with_it(tmp_path: Path) -> None:
     # The child holds the write end of a pipe until it ends.
     path = tmp_path / "pipe"
