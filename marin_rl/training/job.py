@@ -19,7 +19,7 @@ from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
 from marin_rl.runs.lock import RunInUseError
-from marin_rl.runs.run_directory import RunDirectory, exported_step, list_steps
+from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, exported_step, list_steps
 from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
@@ -28,7 +28,7 @@ from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.storage import StoragePath, path_digest, storage_path, write_bytes
 
 JOB = "job.json"
-"""File of a run directory with the job of its first attempt, and the last step when the run is complete."""
+"""File of a run directory with the job of its first attempt, and step and checksum of the export of a complete run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,15 @@ def run_job(job: Job, stream: TextIO) -> JobResult:
         Exception: as [`run_session`][marin_rl.training.session.run_session].
     """
     directory = RunDirectory(storage_path(job.run_dir))
-    if _has_succeeded(job, directory):
-        return _succeeded(job, directory)
+    former = _recorded_export(job, directory)
+    is_exported = former is not None and exported_step(directory) == former["step"]
+    if is_exported and _export_of(result := _succeeded(job, directory)) == former:
+        return result
     config = _config_of(job)
+    if is_exported:
+        # Without its step, a changed export is written again.
+        with writing(directory.hf):
+            (directory.hf / EXPORTED_STEP).unlink()
     _record(job, directory, None)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.training.session import run_session
@@ -149,7 +155,7 @@ def run_job(job: Job, stream: TextIO) -> JobResult:
     if not run_session(config, stream):
         return unfinished(job, "interrupted")
     result = _succeeded(job, directory)
-    _record(job, directory, result.step)
+    _record(job, directory, _export_of(result))
     return result
 
 
@@ -167,10 +173,16 @@ def unfinished(
     return JobResult(state, job.attempt, job.run_dir, max(steps, default=None), failure=failure)
 
 
-def _record(job: Job, directory: RunDirectory, step: int | None) -> None:
+def _export_of(result: JobResult) -> dict[str, Any]:
+    """Step and checksum of the export of an attempt that has succeeded."""
+    assert result.export is not None
+    return {"step": result.step, "sha256": result.export.sha256}
+
+
+def _record(job: Job, directory: RunDirectory, export: dict[str, Any] | None) -> None:
     with writing(directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
-        write_bytes(directory.path / JOB, json.dumps({"job": job.identity, "step": step}).encode())
+        write_bytes(directory.path / JOB, json.dumps({"job": job.identity, "export": export}).encode())
 
 
 def _succeeded(job: Job, directory: RunDirectory) -> JobResult:
@@ -178,27 +190,27 @@ def _succeeded(job: Job, directory: RunDirectory) -> JobResult:
     return JobResult("succeeded", job.attempt, job.run_dir, exported_step(directory), export)
 
 
-def _has_succeeded(job: Job, directory: RunDirectory) -> bool:
-    """Return whether a former attempt has succeeded, and check that former attempts had the same job."""
+def _recorded_export(job: Job, directory: RunDirectory) -> dict[str, Any] | None:
+    """Return step and checksum of the export if a former attempt has succeeded; check that they had the same job."""
     record = directory.path / JOB
     if not record.is_file():
         if directory.config.exists():
             raise RunDirectoryError(f"run_dir {job.run_dir!r} has a run that no job started; choose another run_dir")
-        return False
-    (identity, step), own = _read_record(record), json.loads(json.dumps(job.identity))
+        return None
+    (identity, export), own = _read_record(record), json.loads(json.dumps(job.identity))
     if differing := [key for key in own if own[key] != identity.get(key)]:
         raise RunDirectoryError(
             f"run_dir {job.run_dir!r} belongs to another job, which differs in its {' and '.join(differing)} (see "
             f"{str(record)!r}); choose another run_dir"
         )
-    return step is not None and exported_step(directory) == step
+    return export
 
 
-def _read_record(file: StoragePath) -> tuple[dict[str, Any], int | None]:
-    """The identity of the job of former attempts, and the last step if one of them has succeeded."""
+def _read_record(file: StoragePath) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The identity of the job of former attempts, and step and checksum of the export if one of them has succeeded."""
     try:
         record = json.loads(file.read_bytes())
-        return dict(record["job"]), record["step"]
+        return dict(record["job"]), record["export"] and {name: record["export"][name] for name in ("step", "sha256")}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RunDirectoryError(
             f"{str(file)!r} is not the record that a job leaves in its run_dir; choose another run_dir, or move the "

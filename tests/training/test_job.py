@@ -178,6 +178,19 @@ def test_a_job_that_has_succeeded_is_not_run_again(attempts: Attempts, monkeypat
 
 
 @pytest.mark.medium
+def test_an_export_that_was_changed_is_written_again(attempts: Attempts):
+    first = attempts.run()
+    [weights] = Path(first[1]["export"]["path"]).glob("*.safetensors")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    assert attempts.run() == first
+    assert weights.read_bytes() == content
+    weights.unlink()
+    assert attempts.run() == first
+    assert weights.read_bytes() == content
+
+
+@pytest.mark.medium
 def test_a_run_in_an_object_store(attempts: Attempts):
     """Its export is an input of another job."""
     address = "memory://jobs/run"
