@@ -51,7 +51,7 @@ class Task:
 
 SFT_DATA = "experiments.tasks.sft_data"
 TASKS = {
-    "sums": Task("experiments/rloo.yaml", 50, (0.4, 0.9)),
+    "sums": Task("experiments/rloo.yaml", 50, (0.28, 0.48)),
     "catcount": Task(
         "experiments/tasks/catcount.yaml",
         20,
