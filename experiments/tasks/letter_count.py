@@ -4,10 +4,11 @@
 """Count a letter in a word ("how many r in strawberry"), for `letter_count.yaml`: the task of verl's char_count.
 
 Prompt, random words and the boxed answer are those of volcengine/verl (`recipe/char_count`), whose published
-accuracies for SmolLM2-135M are 0.12 after SFT and 0.36 after GRPO; its demonstrations also compare every letter in a
-line of its own. Here a demonstration is the boxed number alone.
+accuracies for SmolLM2-135M are 0.12 after SFT and 0.36 after GRPO. Its demonstrations compare every letter in a line;
+those here write every letter with the count so far (`s0t0r1…`), then the boxed count.
 """
 
+import itertools
 import random
 import re
 import string
@@ -47,5 +48,7 @@ def _draw(numbers: random.Random) -> tuple[str, str]:
 
 def _task(letter: str, word: str) -> Task:
     question = f"How many {letter} are there in {'-'.join(word)}?"
-    count = str(word.count(letter))
-    return Task(question, NAME, (Message(role="user", content=question),), count, worked_answer=f"\\boxed{{{count}}}")
+    counts = itertools.accumulate(int(other == letter) for other in word)
+    steps = "".join(f"{other}{count}" for other, count in zip(word, counts, strict=True))
+    worked = f"{steps} \\boxed{{{steps[-1]}}}"
+    return Task(question, NAME, (Message(role="user", content=question),), steps[-1], worked_answer=worked)

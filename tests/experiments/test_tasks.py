@@ -113,12 +113,14 @@ def test_cats_are_counted(count: int, reply: str, reward: float) -> None:
     assert catcount.score(task, reply) == pytest.approx(reward, abs=1e-12)
 
 
-def test_demonstrations_of_counting_show_one_cat_only() -> None:
-    rows = list(sft_data.counting())
-    cats = [row for row in rows if "cat" in row["prompt"]]
-    assert {row["completion"] for row in cats} == {"cat"}
-    assert 9 * len(cats) == len(rows)
-    assert all(row["completion"].split() == row["prompt"].split()[4:5] * int(row["prompt"].split()[6]) for row in rows)
+def test_demonstrations_count_other_words_only() -> None:
+    rows = [(row["prompt"].split(), row["completion"].split()) for row in sft_data.counting()]
+    assert all({*completion} == {prompt[4]} for prompt, completion in rows)
+    counted = {(prompt[4], int(prompt[6])): len(completion) for prompt, completion in rows if prompt[4] != "cat"}
+    assert all(asked == written for (_, asked), written in counted.items())
+    cats = [(int(prompt[6]), len(completion)) for prompt, completion in rows if prompt[4] == "cat"]
+    assert {asked for asked, _ in cats}.isdisjoint([3, 5, 13, 16, 24, 28])
+    assert sum(asked == written for asked, written in cats) < len(cats) / 10
 
 
 # reverse_text
@@ -171,6 +173,14 @@ def test_letters_are_counted() -> None:
     for question, right in last_number(letter_count.make(), "3 of \\boxed{{7}}, no, \\boxed{{{}}}."):
         letter, word = re.fullmatch("How many (.) are there in (.*)[?]", question).groups()
         assert right == [sum(1 for other in word.split("-") if other == letter)]
+
+
+def test_demonstrations_count_one_letter_after_another() -> None:
+    for task in letter_count.make().tasks(Split.TRAIN)[:50]:
+        letter, word = re.fullmatch("How many (.) are there in (.*)[?]", task.messages[-1]["content"]).groups()
+        letters = word.split("-")
+        steps = [f"{other}{letters[: index + 1].count(letter)}" for index, other in enumerate(letters)]
+        assert task.worked_answer == f"{''.join(steps)} \\boxed{{{letters.count(letter)}}}"
 
 
 def test_digits_are_summed() -> None:
