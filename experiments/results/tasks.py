@@ -26,6 +26,8 @@ class Task:
     """Bounds of the sampled held-out score after them, 0.1 around that of the recorded run; None without one."""
     before: tuple[str, ...] = ()
     """Commands that make its start."""
+    chance: float = 0.5
+    """Probability of a reward of the control: about the mean reward of the first step."""
 
     @property
     def run_dir(self) -> str:
@@ -51,26 +53,28 @@ class Task:
 
 SFT_DATA = "experiments.tasks.sft_data"
 TASKS = {
-    "sums": Task("experiments/rloo.yaml", 50, (0.28, 0.48)),
+    "sums": Task("experiments/rloo.yaml", 50, (0.28, 0.48), chance=0.25),
     "catcount": Task(
         "experiments/tasks/catcount.yaml",
         20,
         before=(SFT_DATA, "marin_rl.sft --config experiments/tasks/catcount_sft.yaml"),
+        chance=0.35,
     ),
     "reverse_text": Task(
         "experiments/tasks/reverse_text.yaml",
         20,
         before=(SFT_DATA, "marin_rl.sft --config experiments/tasks/reverse_text_sft.yaml"),
+        chance=0.6,
     ),
     "letter_count": Task("experiments/tasks/letter_count.yaml", 25),
-    "sum_digits": Task("experiments/tasks/sum_digits.yaml", 25),
-    "countdown": Task("experiments/tasks/countdown.yaml", 25),
+    "sum_digits": Task("experiments/tasks/sum_digits.yaml", 25, chance=0.3),
+    "countdown": Task("experiments/tasks/countdown.yaml", 25, chance=0.25),
     "arithmetic": Task(
         "experiments/tasks/arithmetic.yaml",
         20,
         before=("experiments.external.tinker.data", "marin_rl.sft --config experiments/external/tinker/small.yaml"),
     ),
-    "tictactoe": Task("experiments/tasks/tictactoe.yaml", 30),
+    "tictactoe": Task("experiments/tasks/tictactoe.yaml", 30, chance=0.3),
     "tictactoe_self": Task("experiments/tasks/tictactoe_self.yaml", 20),
 }
 """Tasks by the name of their record."""
