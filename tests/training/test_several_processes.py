@@ -200,7 +200,7 @@ def test_error_in_main_process_ends_all_processes(tmp_path: Path) -> None:
         first, second = train(run, 2, code=1)
     error = f"run directory '{run.path}' is in use by process {os.getpid()}"
     assert f"error: {error}" in first
-    assert f"error: the main training process ended with an error: RunDirectoryError: {error}" in second
+    assert f"error: the main training process ended with an error: RunInUseError: {error}" in second
 
 
 DEVICES = 4
