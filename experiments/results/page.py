@@ -118,6 +118,7 @@ def plot_band(axes: Axes, records: Sequence[Record], label: str, color: str) -> 
 
 def update() -> None:
     """Draw the pictures, and write the tables between their markers in the page."""
+    PICTURES.mkdir(exist_ok=True)
     draw_tasks(PICTURES / "tasks.png")
     if all(map(read, COMPARED)):
         draw_objectives(PICTURES / "objectives.png")

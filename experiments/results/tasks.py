@@ -23,7 +23,7 @@ class Task:
     quick_steps: int
     """Steps of its quick version, which takes a minute or two."""
     band: tuple[float, float] | None = None
-    """Bounds of the sampled held-out score after them, 0.1 around that of the recorded run; None without one."""
+    """Bounds of the sampled held-out score after them: the range of all measured seeds, and 0.1 more on both sides."""
     before: tuple[str, ...] = ()
     """Commands that make its start."""
     chance: float = 0.5
@@ -44,16 +44,16 @@ class Task:
     def runs(self) -> Iterator[Run]:
         """Return a run for each seed, and the control of the first one."""
         yield from map(self.run, SEEDS)
-        directory = f"runs/results/{Path(self.config).stem}-random-seed{SEEDS[0]}"
-        command = (
-            f"experiments.rloo_controls random_reward --config {self.config} --seed {SEEDS[0]} --run_dir {directory}"
-        )
-        yield Run(CONTROL, SEEDS[0], command, directory, self.before)
+        seed = SEEDS[0]
+        options = f"--config {self.config} --seed {seed} --probability {self.chance}"
+        command = f"experiments.rloo_controls random_reward {options}"
+        directory = f"{self.run_dir}-random-reward-seed{seed}"
+        yield Run(CONTROL, seed, command, directory, self.before)
 
 
 SFT_DATA = "experiments.tasks.sft_data"
 TASKS = {
-    "sums": Task("experiments/rloo.yaml", 50, (0.28, 0.48), chance=0.25),
+    "sums": Task("experiments/rloo.yaml", 50, (0.28, 0.7), chance=0.25),
     "catcount": Task(
         "experiments/tasks/catcount.yaml",
         20,

@@ -8,23 +8,16 @@ left out. It publishes curves: 0.5B parameters guess an expression and stop, 1.5
 """
 
 import ast
-import operator
 import random
 import re
 from fractions import Fraction
-from typing import Any
+from operator import add, mul, sub, truediv
 
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Problem, split_problems
 from marin_rl.types import Message, Task
 
 NAME = "countdown"
-OPERATIONS: dict[type[ast.operator], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 INSTRUCTIONS = """ You can use basic arithmetic operations (+, -, *, /) and each number can only be used once. \
 Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, \
 for example <answer> (1 + 2) / 3 </answer>."""
@@ -72,8 +65,9 @@ def _value(node: ast.AST) -> Fraction:
     match node:
         case ast.Constant(value=int(number)):
             return Fraction(number)
-        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
-            return OPERATIONS[type(operation)](_value(left), _value(right))
+        case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as operation, right):
+            function = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}[type(operation)]
+            return function(_value(left), _value(right))
     raise SyntaxError(f"{node} is not allowed")
 
 

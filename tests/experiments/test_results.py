@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments import rloo_controls
 from experiments.results import __main__ as results
 from experiments.results import page, runs
 from experiments.results.__main__ import quick
@@ -171,6 +172,19 @@ def test_runs_of_a_task_differ_in_seed_and_rewards_only(name):
         module, *arguments = run.command.split()
         config = parse_config(TrainConfig, arguments).config
         assert (module, config.seed, config.run_dir) == ("marin_rl.train", run.seed, run.directory)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_control_has_the_directory_of_its_command(name, monkeypatch):
+    *_, control = TASKS[name].runs()
+    started = []
+    monkeypatch.setattr(rloo_controls, "run_session", lambda config, _: started.append(config))
+    monkeypatch.setattr("sys.argv", control.command.split())
+    monkeypatch.setattr(rloo_controls, "resolve_model", lambda config: config)
+    rloo_controls.main()
+    assert [(config.run_dir, config.environment.probability) for config in started] == [
+        (control.directory, TASKS[name].chance)
+    ]
 
 
 @pytest.mark.parametrize("name", COMPARED)
