@@ -94,9 +94,10 @@ def draw_objectives(picture: Path) -> None:
 
 
 def new_panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each title."""
+    """Return a figure of at most 10 inches with a panel for each title, in at most `columns` columns."""
+    width, columns = 10 / columns, min(columns, len(titles))
     rows = -(-len(titles) // columns)
-    figure = Figure(figsize=(10, (10 / columns) * 0.85 * rows), layout="constrained")
+    figure = Figure(figsize=(width * columns, width * 0.85 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, title in zip(panels, titles, strict=False):
