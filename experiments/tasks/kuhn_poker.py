@@ -53,6 +53,12 @@ class KuhnPoker:
             self.scores = (float(gain), float(-gain))
 
 
+def conversation(card: str, moves: str) -> tuple[Message, ...]:
+    """Return the messages of the seat that is to move, as `KuhnPoker.observe` writes them."""
+    texts = [f"{card}:", *moves] if moves == "pb" else [f"{card}:{moves}"]
+    return tuple(Message(role=("user", "assistant")[index % 2], content=text) for index, text in enumerate(texts))
+
+
 async def play(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
     """Play the deal of a task, in its seat."""
     deal, seat, *_ = task["id"].split()
@@ -67,9 +73,7 @@ def make() -> SingleTurnEnvironment:
     tasks = []
     for deal, seat, late, move in itertools.product(DEALS, (0, 1), (False, True), "pb"):
         card = deal[seat]
-        texts = [f"{card}:{'pb'[late]}"] if seat else [f"{card}:", "p", "b"][: 1 + 2 * late]
-        messages = [
-            Message(role=role, content=text) for role, text in zip(("user", "assistant", "user"), texts, strict=False)
-        ]
-        tasks.append(Task(f"{deal} {seat} {late:d} {move}", NAME, tuple(messages), "", worked_answer=move))
+        moves = ("p", "b")[late] if seat else ("", "pb")[late]
+        messages = conversation(card, moves)
+        tasks.append(Task(f"{deal} {seat} {late:d} {move}", NAME, messages, "", worked_answer=move))
     return SingleTurnEnvironment(NAME, dict.fromkeys(Split, tasks), lambda task, reply: 0.0)
