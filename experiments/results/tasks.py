@@ -82,7 +82,10 @@ TASKS = {
 OBJECTIVES = ("rloo", "grpo", "dr_grpo", "maxrl", "gspo", "cispo", "ppo")
 """Objectives of the comparison."""
 
-COMPARED = {"objectives_sums": "experiments/rloo.yaml"}
+COMPARED = {
+    "objectives_countdown": "experiments/tasks/countdown.yaml",
+    "objectives_letter_count": "experiments/tasks/letter_count.yaml",
+}
 """Experiments of the comparison of objectives, by the name of its record."""
 
 

@@ -34,7 +34,7 @@ def make(size: int = 20_000, instructions: bool = True) -> SingleTurnEnvironment
 
 def score(task: Task, reply: str) -> float:
     """Return 1 if the last number after `[ANSWER]` is right, 0 otherwise."""
-    answers = re.findall(r"\[ANSWER\] ?(-?[0-9]+)", reply)
+    answers = re.findall(r"\[ANSWER\] ?(-?[0-9]+(?:\.[0-9]+)?)", reply)
     return float(bool(answers) and answers[-1] == task.answer)
 
 

@@ -243,7 +243,7 @@ def _input_problems(inputs: Mapping[str, JobInput]) -> Iterator[str]:
             expected = f" (expected sha256: {value.sha256})" if value.sha256 else ""
             yield f"inputs.{key} is {value.path!r}, which cannot be read: {error.strerror or error}{expected}"
             continue
-        if value.sha256 not in (None, found):
+        if value.sha256 is not None and value.sha256.lower() != found:
             yield f"inputs.{key} is {value.path!r}, whose sha256 is {found}, but the job expects {value.sha256}"
 
 

@@ -125,16 +125,16 @@ def test_a_difference_is_real_only_if_its_interval_excludes_0(records):
         base = numbers.uniform(0.4, 0.6)
         for label, shift in (("rloo", 0.0), ("grpo", 0.1 + 0.001 * seed), ("ppo", 0.1 * (-1) ** seed)):
             record = dataclasses.replace(RECORD, label=label, seed=seed, sampled=(0.2, base + shift))
-            add("objectives_sums", record)
-    lines = page.objective_table("objectives_sums").splitlines()
+            add("objectives_countdown", record)
+    lines = page.objective_table("objectives_countdown").splitlines()
     assert {line.split("`")[1]: "real" in line for line in lines[2:]} == {"grpo": True, "ppo": False, "rloo": False}
 
 
 def differences(scores: dict[str, dict[int, float]]) -> dict[str, str]:
     for label, ends in scores.items():
         for seed, end in ends.items():
-            add("objectives_sums", dataclasses.replace(RECORD, label=label, seed=seed, sampled=(0.2, end)))
-    lines = page.objective_table("objectives_sums").splitlines()[2:]
+            add("objectives_countdown", dataclasses.replace(RECORD, label=label, seed=seed, sampled=(0.2, end)))
+    lines = page.objective_table("objectives_countdown").splitlines()[2:]
     return {line.split("`")[1]: line.split("|")[-2] for line in lines}
 
 

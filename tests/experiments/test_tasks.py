@@ -187,6 +187,9 @@ def test_digits_are_summed() -> None:
     for question, right in last_number(sum_digits.make(), "[ANSWER] 5 or [ANSWER] {}"):
         numbers = ast.literal_eval(question.removeprefix("What is the total digit sum of ").removesuffix("?"))
         assert right == [sum(number // 10 + number % 10 for number in numbers)]
+    for task in sum_digits.make().tasks(Split.HELD_OUT)[:5]:
+        assert sum_digits.score(task, f"[ANSWER] {task.answer}.5") == 0
+        assert sum_digits.score(task, f"[ANSWER] {task.answer}.") == 1
 
 
 def test_demonstrations_add_one_digit_after_another() -> None:

@@ -247,8 +247,10 @@ def test_a_job_that_json_does_not_define_is_refused(tmp_path: Path, value: str):
 def test_a_result_does_not_replace_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (job := tmp_path / "job.json").write_text("{}")
     (link := tmp_path / "link.json").symlink_to(job)
-    assert [main([str(job), str(job)]), main([str(link), str(job)])] == [1, 1]
-    assert job.read_text() == "{}"
+    (record := tmp_path / "run" / "job.json").parent.mkdir()
+    record.write_text("{}")
+    assert [main([str(job), str(job)]), main([str(link), str(job)]), main([str(link), str(record)])] == [1, 1, 1]
+    assert (job.read_text(), record.read_text()) == ("{}", "{}")
     assert str(job) in capsys.readouterr().err
 
 
@@ -314,7 +316,7 @@ def test_sigterm_is_an_interruption_and_the_next_attempt_resumes(attempts: Attem
         return step(run, *arguments)
 
     rows = str(attempts.folder / "rows.jsonl")
-    attempts.job["inputs"] = {"data.path": {"path": rows, "sha256": path_digest(Path(rows))}}
+    attempts.job["inputs"] = {"data.path": {"path": rows, "sha256": path_digest(Path(rows)).upper()}}
     for place, name, function, steps in (
         (job_module, "path_digest", lambda path: signal.raise_signal(signal.SIGTERM), None),
         (SupervisedRun, "train_step", interrupted, 1),
