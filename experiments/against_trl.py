@@ -3,26 +3,30 @@
 
 """The sums of experiments/rloo.yaml in marin_rl and in TRL: the same start, tasks, rewards and settings.
 
-    python -m experiments.against_trl --seed 1 --trl_rows 64
+    python -m experiments.against_trl --seed 1
 
 Both start from the exported warm start of the seed, get the same problems in the same order, sample with their own
-generators, and answer the same held-out problems every ten steps. Prints the seconds and CPU seconds, from the start of
-the process, after which the held-out accuracy reaches the target, and adds them to `times.jsonl` of the folder, beside
-the metrics of both.
+generators, and answer the same held-out problems every ten steps. TRL runs twice: with its default number of rollouts
+in a forward and backward pass, and with all of a step in one pass. Adds held-out accuracies, seconds and CPU seconds to
+the records of the results page; runs with a record are skipped.
 """
 
 import argparse
+import datetime
 import json
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from levanter.optim.config import AdamConfig
 
-from experiments.benchmarks.trl_environment import default_folder, trl_python
-from experiments.benchmarks.watched_process import WatchedRun, available_cores, watch
+from experiments.benchmarks.trl_environment import TORCH, TRL, default_folder, trl_python
+from experiments.benchmarks.watched_process import available_cores, watch
 from experiments.objectives import start
+from experiments.results.runs import AGAINST_TRL, Record, add, own_versions, read, scores
 from experiments.rloo_in_code import rloo
 from marin_rl.environments.base import Split
 from marin_rl.export import ExportRunConfig, run_export
@@ -32,6 +36,9 @@ EVERY = 10
 """Steps from one evaluation to the next."""
 TIMEOUT = 3600.0
 """Seconds of a run."""
+TRL_ROWS = 8, 512
+"""Rollouts in a forward and backward pass of TRL: its default, and all of a step."""
+TRL_VERSIONS = dict(requirement.partition("+")[0].split("==") for requirement in (TRL, TORCH[0]))
 ROOT = Path(__file__).parents[1]
 
 
@@ -65,60 +72,59 @@ def prepare(seed: int, folder: Path) -> Path:
     return problem
 
 
-def run(name: str, command: list[str], lines: Path, folder: Path) -> WatchedRun:
-    """Run one of the two programs on all cores."""
-    log = folder / f"{name}.log"
-    return watch(command, lines, log, cores=available_cores(), cwd=ROOT, env=dict(os.environ), timeout=TIMEOUT)
+def record(label: str, seed: int, command: list[str], folder: Path, versions: dict[str, str]) -> Record:
+    """Run one of the programs on all cores that this process may use, in a new folder.
 
-
-def time_to(watched: WatchedRun, target: float) -> dict[str, float | None]:
-    """Return step, seconds and CPU seconds at the first evaluation with a sampled accuracy of at least `target`."""
+    Raises:
+        BenchmarkedRunError: if it fails, or takes more than an hour.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    lines = folder / "metrics.jsonl"
+    log = folder.with_suffix(".log")
+    watched = watch(command, lines, log, cores=available_cores(), cwd=ROOT, env=dict(os.environ), timeout=TIMEOUT)
+    steps, *accuracies = scores(folder)
     seconds = cpu = 0.0
+    times: dict[int, tuple[float, float]] = {}
     for one in watched.steps:
         seconds, cpu = seconds + one.seconds, cpu + one.cpu_seconds
-        if any(name.endswith("/accuracy_sampled") and value >= target for name, value in one.line.items()):
-            return {"step": one.line["step"], "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}
-    return {"step": None, "seconds": None, "cpu_seconds": None}
+        times[one.line["step"]] = round(seconds, 1), round(cpu, 1)
+    timed = tuple(times[step] for step in steps if step > 0)
+    today, shown = datetime.date.today().isoformat(), shlex.join(command[1:]).replace(f"{ROOT}/", "")
+    return Record(label, seed, shown.removeprefix("-m "), today, versions, round(cpu, 1), steps, *accuracies, timed)
 
 
 def main() -> None:
-    """Run both programs once."""
+    """Run the programs that have no record."""
     parser = argparse.ArgumentParser(description="The sums of experiments/rloo.yaml in marin_rl and in TRL.")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--target", type=float, default=0.6, help="held-out accuracy, sampled")
-    parser.add_argument("--trl_rows", type=int, default=64, help="rollouts in a forward and backward pass of TRL")
     parser.add_argument("--trl_python", type=Path, help="Python of an environment with TRL; installed by default")
     parser.add_argument("--folder", type=Path, default=Path("runs/against_trl"))
     arguments = parser.parse_args()
     seed, folder = arguments.seed, arguments.folder.absolute()
     problem = prepare(seed, folder)
-    ours = folder / f"marin_rl-seed{seed}"
-    theirs = folder / f"trl-seed{seed}"
-    theirs.mkdir(parents=True, exist_ok=True)
     python = arguments.trl_python or trl_python(default_folder())
-    commands = {
-        "marin_rl": [
-            *(sys.executable, "-m", "marin_rl.train", "--config", "experiments/rloo.yaml", "--seed", str(seed)),
-            *("--run_dir", str(ours), "--initialize_from", str(problem / "model"), "--warm_start.max_steps", "0"),
-            *("--evaluation.every", str(EVERY)),
-        ],
-        "trl": [
-            *(str(python), "-m", "experiments.trl_sums", "--problem", str(problem)),
-            *("--output", str(theirs / "metrics.jsonl"), "--rows", str(arguments.trl_rows)),
-        ],
+    ours = folder / f"marin_rl-seed{seed}"
+    programs = {
+        "marin_rl": (
+            [
+                *(sys.executable, "-m", "marin_rl.train", "--config", "experiments/rloo.yaml", "--seed", str(seed)),
+                *("--run_dir", str(ours), "--initialize_from", str(problem / "model"), "--warm_start.max_steps", "0"),
+                *("--evaluation.every", str(EVERY)),
+            ],
+            ours,
+            own_versions(),
+        )
     }
-    for name, command in commands.items():
-        watched = run(name, command, folder / f"{name}-seed{seed}" / "metrics.jsonl", folder)
-        record = {
-            "program": name,
-            "seed": seed,
-            **({"rows": arguments.trl_rows} if name == "trl" else {}),
-            **time_to(watched, arguments.target),
-            "load": watched.load,
-        }
-        print(json.dumps(record))
-        with (folder / "times.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    for rows in TRL_ROWS:
+        theirs = folder / f"trl-{rows}-rows-seed{seed}"
+        output = theirs / "metrics.jsonl"
+        command = [str(python), "-m", "experiments.trl_sums", "--problem", str(problem), "--output", str(output)]
+        programs[f"TRL, {rows} rows"] = [*command, "--rows", str(rows)], theirs, TRL_VERSIONS
+    done = {one.label for one in read(AGAINST_TRL) if one.seed == seed}
+    for label, (command, run_folder, versions) in programs.items():
+        if label not in done:
+            add(AGAINST_TRL, record(label, seed, command, run_folder, versions))
 
 
 if __name__ == "__main__":

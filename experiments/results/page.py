@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tables and plots of `docs/pages/results.md`, from the records alone."""
+"""Tables and plots of `docs/pages/results.md`, and the plots of README.md, from the records alone."""
 
 import math
 from collections.abc import Sequence
@@ -9,18 +9,21 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from scipy import stats
 
-from experiments.report import markdown_table
-from experiments.results.runs import ROOT, Record, read
+from experiments.report import markdown_table, new_panels
+from experiments.results.runs import AGAINST_TRL, ROOT, Record, read
 from experiments.results.tasks import COMPARED, CONTROL, TASKS
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
 PICTURES = ROOT / "docs" / "pages" / "images"
+FIRST_RUN = ROOT / "experiments" / "curves" / "rloo.png"
+"""Plot of the run of the README."""
 BASELINE = "rloo"
 """The objective with which the others are compared."""
+OURS = "marin_rl"
+TARGET = 0.6
+"""Held-out accuracy, sampled, to which the time is measured."""
 
 
 def by_label(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -72,6 +75,57 @@ def objective_table(task: str) -> str:
     return markdown_table(columns, rows)
 
 
+def time_to(record: Record, target: float) -> tuple[int, float, float] | None:
+    """Return step, seconds and CPU seconds at the first evaluation with at least the target, or None."""
+    later = zip(record.steps[1:], record.sampled[1:], record.times, strict=True)
+    return next(((step, *times) for step, value, times in later if value >= target), None)
+
+
+def trl_table() -> str:
+    """Return one row for each program: step and time at the target by seed, and the time of pairs by that of ours."""
+    groups = by_label(read(AGAINST_TRL))
+    reached = {label: {one.seed: time_to(one, TARGET) for one in records} for label, records in groups.items()}
+    rows = []
+    for label, records in groups.items():
+        columns = [
+            ", ".join("never" if one is None else f"{one[index]:.0f}" for one in reached[label].values())
+            for index in range(3)
+        ]
+        pairs = [(one, reached[OURS].get(seed)) for seed, one in reached[label].items()] if OURS in groups else []
+        ratios = [
+            ", ".join(f"{theirs[index] / ours[index]:.2f}" for theirs, ours in pairs if theirs and ours)
+            for index in (1, 2)
+        ]
+        rows.append(
+            [label, *columns, *(("", "") if label == OURS else ratios), _last([one.sampled for one in records])]
+        )
+    names = [
+        "program",
+        f"step at {TARGET}",
+        "seconds",
+        "CPU seconds",
+        "seconds / ours",
+        "CPU / ours",
+        "after the last step",
+    ]
+    return markdown_table(names, rows)
+
+
+def draw_trl(picture: Path) -> None:
+    """Plot the held-out accuracy of both programs by step, as mean and range of the seeds, and by CPU seconds."""
+    figure, (by_step, by_time) = new_panels(["same start, tasks and settings", "with start-up and evaluations"], 2)
+    by_time.set_xlabel("CPU seconds")
+    for number, (label, records) in enumerate(by_label(read(AGAINST_TRL)).items()):
+        plot_band(by_step, records, label, f"C{number}")
+        for record in records:
+            by_time.plot([cpu for _, cpu in record.times], record.sampled[1:], color=f"C{number}", linewidth=1)
+    for axes in (by_step, by_time):
+        axes.axhline(TARGET, color="#888888", linewidth=0.8, linestyle=":")
+    by_step.legend(fontsize=8, frameon=False)
+    by_step.set_ylabel("held out, sampled")
+    figure.savefig(picture, dpi=110)
+
+
 def draw_tasks(picture: Path) -> None:
     """Plot the held-out score of every task: mean and range of its seeds, and the control."""
     names = [name for name in TASKS if read(name)]
@@ -80,6 +134,21 @@ def draw_tasks(picture: Path) -> None:
         for label, records in by_label(read(name)).items():
             plot_band(axes, records, label, "#888888" if label == CONTROL else "C0")
     panels[0].legend(fontsize=8, frameon=False, title="rewards", title_fontsize=8)
+    panels[0].set_ylabel("held out, sampled")
+    figure.savefig(picture, dpi=110)
+
+
+def draw_first_run(picture: Path) -> None:
+    """Plot the held-out accuracy of `sums`, sampled and greedy: its seeds, and the control."""
+    kinds = ("sampled", "greedy")
+    figure, panels = new_panels([f"held-out accuracy, {kind}" for kind in kinds], 2)
+    for axes, kind in zip(panels, kinds, strict=True):
+        for record in read("sums"):
+            is_control = record.label == CONTROL
+            label, color = ("random rewards", "#888888") if is_control else (f"seed {record.seed}", None)
+            axes.plot(record.steps, getattr(record, kind), marker="o", markersize=3.5, label=label, color=color)
+        axes.set_ylim(0, 1)
+    panels[0].legend(fontsize=8, frameon=False)
     figure.savefig(picture, dpi=110)
 
 
@@ -90,24 +159,8 @@ def draw_objectives(picture: Path) -> None:
         for number, (label, records) in enumerate(by_label(read(name)).items()):
             plot_band(axes, records, label, f"C{number}")
     panels[0].legend(fontsize=8, frameon=False, ncols=2)
+    panels[0].set_ylabel("held out, sampled")
     figure.savefig(picture, dpi=110)
-
-
-def new_panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of at most 10 inches with a panel for each title, in at most `columns` columns."""
-    width, columns = 10 / columns, min(columns, len(titles))
-    rows = -(-len(titles) // columns)
-    figure = Figure(figsize=(width * columns, width * 0.85 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes, title in zip(panels, titles, strict=False):
-        axes.set_title(title, fontsize=10)
-        axes.set(xlabel="RL steps", ylabel="held out, sampled")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[len(titles) :]:
-        axes.remove()
-    return figure, panels[: len(titles)]
 
 
 def plot_band(axes: Axes, records: Sequence[Record], label: str, color: str) -> None:
@@ -120,9 +173,12 @@ def plot_band(axes: Axes, records: Sequence[Record], label: str, color: str) -> 
 def update() -> None:
     """Draw the pictures, and write the tables between their markers in the page."""
     PICTURES.mkdir(exist_ok=True)
+    draw_first_run(FIRST_RUN)
     draw_tasks(PICTURES / "tasks.png")
     if all(map(read, COMPARED)):
         draw_objectives(PICTURES / "objectives.png")
+    if read(AGAINST_TRL):
+        draw_trl(PICTURES / "against_trl.png")
     PAGE.write_text(with_tables(PAGE.read_text()))
 
 
@@ -132,7 +188,11 @@ def with_tables(page: str) -> str:
     Raises:
         ValueError: if the end of a table is not marked.
     """
-    tables = {"tasks": task_table(), **{task: objective_table(task) for task in COMPARED}}
+    tables = {
+        "tasks": task_table(),
+        **{task: objective_table(task) for task in COMPARED},
+        AGAINST_TRL: trl_table(),
+    }
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, after = page.partition(begin)
@@ -144,8 +204,11 @@ def with_tables(page: str) -> str:
 
 
 def _change(values: Sequence[Sequence[float]]) -> str:
-    first, last = (", ".join(f"{one[index]:.2f}" for one in values) for index in (0, -1))
-    return f"{first} → {last}"
+    return f"{', '.join(f'{one[0]:.2f}' for one in values)} → {_last(values)}"
+
+
+def _last(values: Sequence[Sequence[float]]) -> str:
+    return ", ".join(f"{one[-1]:.2f}" for one in values)
 
 
 def _plus_minus(mean: float, half: float) -> str:

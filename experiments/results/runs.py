@@ -22,6 +22,8 @@ from marin_rl.utils.storage import write_bytes
 RECORDS = Path(__file__).parent / "records"
 ROOT = Path(__file__).parents[2]
 SCORE = re.compile(r"eval/.*/(?:accuracy|reward)_(sampled|greedy)")
+AGAINST_TRL = "against_trl"
+"""Name of the records of `experiments.against_trl`."""
 PACKAGES = ("jax", "levanter")
 
 
@@ -54,6 +56,8 @@ class Record:
     steps: tuple[int, ...]
     sampled: tuple[float, ...]
     greedy: tuple[float, ...]
+    times: tuple[tuple[float, float], ...] = ()
+    """Seconds and CPU seconds from the start of the process to each evaluation after step 0, if they were measured."""
 
 
 def execute(run: Run) -> Record:
@@ -66,9 +70,13 @@ def execute(run: Run) -> Record:
         _python(command)
     before = _cpu_seconds()
     _python(run.command)
-    versions = {name: metadata.version(distribution_of(name)) for name in PACKAGES}
     today, seconds = datetime.date.today().isoformat(), round(_cpu_seconds() - before, 1)
-    return Record(run.label, run.seed, run.command, today, versions, seconds, *scores(ROOT / run.directory))
+    return Record(run.label, run.seed, run.command, today, own_versions(), seconds, *scores(ROOT / run.directory))
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of the packages that determine a run of this package."""
+    return {name: metadata.version(distribution_of(name)) for name in PACKAGES}
 
 
 def scores(directory: Path) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:

@@ -6,50 +6,44 @@ from pathlib import Path
 
 import pytest
 
-from experiments.frozenlake import VARIANTS
-from experiments.report import OBJECTIVES, SEEDS, main
-from experiments.staleness import LAGS
+from experiments.report import main
 
 
-def write_run(run: Path) -> Path:
-    """Write records of 60 steps: sampled accuracy rises from 0.2 to 0.8, greedy accuracy from 0.3 to 0.9."""
+def write_run(run: Path, seed: int, name: str, start: float) -> str:
+    """Write a run of 60 steps, whose sampled accuracy rises by 0.6 from `start`; the greedy one is 0.1 higher."""
     records = []
     for step in range(61):
-        record = {"step": step, "train/rewards": step / 100, "objective/kl": 0.5, "mismatch/k3": 0.25}
-        record["policy/clipfrac_avg"] = 0.125
+        record = {"step": step, "loss": float(step)}
         if step == 0:
             # Not a point of the curve.
             record |= {f"before_warm_start/eval/sums/accuracy_{kind}": 0.0 for kind in ("sampled", "greedy")}
         if step % 10 == 0:
-            record |= {"eval/sums/accuracy_sampled": 0.2 + step / 100, "eval/sums/accuracy_greedy": 0.3 + step / 100}
+            record |= {
+                f"eval/sums/accuracy_{kind}": start + step / 100 + higher
+                for kind, higher in (("sampled", 0.0), ("greedy", 0.1))
+            }
         records.append(record)
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return run
+    (run / "config.yaml").write_text(f"seed: {seed}\nrun_dir: {run}\nadvantage:\n  type: {name}\n")
+    return str(run)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("report", "names", "line"),
-    [
-        ("frozenlake", VARIANTS, "| 1 | gigpo | 0.200 → 0.800 | 0.700 | 0.300 → 0.900 | 0.505 | 0.300 |"),
-        (
-            "objectives",
-            [*OBJECTIVES, "rloo_watched", "rloo_kl"],
-            "| ppo | 3 | 0.200 → 0.800 | +0.600 | 0.300 → 0.900 |",
-        ),
-        ("objectives", [*OBJECTIVES, "rloo_watched", "rloo_kl"], "| 2 | β = 0.1 | 0.500 | 0.480 | 0.800 |"),
-        (
-            "staleness",
-            [f"lag{lag}" for lag in LAGS],
-            "| 4 | 2 | 0.200 → 0.800 | 0.700 | 0.300 → 0.900 | 0.300 | 0.125 |",
-        ),
-    ],
-)
-def test_report_prints_table_and_saves_plot(report: str, names: list[str], line: str, tmp_path: Path, capsys):
-    for name in names:
-        for seed in SEEDS:
-            write_run(tmp_path / "runs" / f"{name}-seed{seed}")
-    main([report, str(tmp_path / "plots" / "plot.png"), str(tmp_path / "runs")])
-    assert line in capsys.readouterr().out
-    assert (tmp_path / "plots" / "plot.png").read_bytes().startswith(b"\x89PNG")
+def test_runs_that_differ_in_their_seed_are_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = [
+        write_run(tmp_path / f"{name}-seed{seed}", seed, name, 0.2 + seed / 100)
+        for name in ("rloo", "grpo")
+        for seed in (1, 2)
+    ]
+    main([str(picture := tmp_path / "plots" / "plot.png"), *runs, "--metrics", "loss", "kl"])
+    cells = "0.210, 0.220 → 0.810, 0.820 | 0.310, 0.320 → 0.910, 0.920 | 48, 48 | ,  |"
+    assert capsys.readouterr().out.splitlines()[2:] == [f"| {name} (2 seeds) | {cells}" for name in ("rloo", "grpo")]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_held_out_scores_is_named(tmp_path: Path):
+    run = write_run(tmp_path / "run", 1, "rloo", 0.2)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(ValueError, match="run has 0 held-out scores"):
+        main([str(tmp_path / "plot.png"), run])
