@@ -9,7 +9,6 @@ python -m experiments.results --run NAME [NAME ...]  # all runs of a result that
 """
 
 import argparse
-import math
 import shutil
 import sys
 
@@ -27,17 +26,15 @@ def run_all(name: str) -> None:
 
 
 def quick(name: str) -> bool:
-    """Execute the quick version of a task; print its score, and return whether it is in the band, if there is one."""
+    """Execute the quick version of a task; print its score, and return whether it is in the band of the records."""
     task = TASKS[name]
+    low, high = task.band(read(name))
     run = task.run(1, task.quick_steps)
     # A finished run would not be repeated.
     shutil.rmtree(ROOT / run.directory, ignore_errors=True)
     sampled = execute(run).sampled
-    low, high = task.band or (-math.inf, math.inf)
     is_within = low <= sampled[-1] <= high
-    where = (
-        "without a recorded band" if task.band is None else f"{'within' if is_within else 'OUTSIDE'} {low} to {high}"
-    )
+    where = f"{'within' if is_within else 'OUTSIDE'} {low:.3f} to {high:.3f}"
     print(f"{name}: {sampled[0]:.3f} -> {sampled[-1]:.3f} after {task.quick_steps} steps, {where}")
     return is_within
 

@@ -12,7 +12,7 @@ import pytest
 from experiments.tasks import self_play, tictactoe, tictactoe_self
 from experiments.tasks.kuhn_exploitability import SITUATIONS, exploitability, value
 from experiments.tasks.kuhn_poker import DEALS, KuhnPoker
-from experiments.tasks.tictactoe_rules import opening_boards
+from experiments.tasks.tictactoe_rules import free, opening_boards
 from marin_rl.environments.base import Split
 
 ROWS = [{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {0, 3, 6}, {1, 4, 7}, {2, 5, 8}, {0, 4, 8}, {2, 4, 6}]
@@ -130,6 +130,38 @@ def test_scores_of_self_play(moves, scores):
     for move in moves:
         game.move(move)
     assert game.scores == scores
+
+
+def test_held_out_games_of_self_play_are_those_of_the_scripted_opponent():
+    environment = tictactoe.make()
+    for seed, task in enumerate(environment.tasks(Split.HELD_OUT)):
+        moves = random.Random(seed)
+        game = asyncio.run(environment.start(task, seed))
+        same = tictactoe_self.TicTacToe(task.id, random.Random(seed))
+        step = None
+        while step is None or not step.done:
+            # Now and then an invalid move.
+            move = str(moves.choice([*free(same.board), 9]) + 1)
+            step = asyncio.run(game.step(move))
+            same.move(move)
+            assert same.board == game.board
+        assert same.scores == (step.rewards["score"], 1 - step.rewards["score"])
+
+
+@pytest.mark.parametrize("split", [Split.TRAIN, Split.HELD_OUT])
+def test_the_opponent_is_scripted_from_held_out_boards_only(monkeypatch, split):
+    games = []
+
+    async def play_game(game, seat, *_):
+        games.append((game, seat))
+        return 0.5
+
+    monkeypatch.setattr(tictactoe_self, "self_play", play_game)
+    board = tictactoe.make().tasks(split)[0].id
+    for seed in range(20):
+        asyncio.run(tictactoe_self.play({"id": board, "seed": seed}, "", ""))
+    assert {game.opponent is not None for game, _ in games} == {split is Split.HELD_OUT}
+    assert {seat for _, seat in games} == ({0} if split is Split.HELD_OUT else {0, 1})
 
 
 def test_gains_of_kuhn_poker():
