@@ -4,7 +4,7 @@
 """Tables and plots of `docs/pages/results.md`, and the plots of README.md, from the records alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,26 +52,33 @@ def task_table() -> str:
 
 
 def objective_table(task: str) -> str:
-    """Return one row for each objective: mean and interval at the end and over the run, and the paired difference."""
+    """Return one row for each objective: accuracy at the end and its mean over the run, and differences from RLOO.
+
+    Intervals are of 95%. A difference is that of runs with equal seeds, which have the same start. It is real if its
+    interval excludes 0; the intervals of all differences of a table together are of 95% (Bonferroni).
+    """
     groups = by_label(read(task))
-    ends = {label: {record.seed: record.sampled[-1] for record in records} for label, records in groups.items()}
-    base = ends.get(BASELINE, {})
-    wide = 1 - 0.05 / max(len(ends.keys() - {BASELINE}), 1)
+    outcomes: list[Callable[[Record], float]] = [
+        lambda record: record.sampled[-1],
+        lambda record: float(np.mean(record.sampled)),
+    ]
+    wide = 1 - 0.05 / max(len(outcomes) * len(groups.keys() - {BASELINE}), 1)
     rows = []
     for label, records in groups.items():
-        cells = [
-            _plus_minus(*interval([*ends[label].values()])),
-            _plus_minus(*interval([float(np.mean(one.sampled)) for one in records])),
-        ]
-        # Runs of a seed have the same start; until all runs are recorded, some have no counterpart.
-        pairs = [(end, base[seed]) for seed, end in ends[label].items() if seed in base]
-        if label == BASELINE or not pairs:
-            difference = ""
-        else:
-            mean, half = interval([end - other for end, other in pairs], wide)
-            difference = f"{mean:+.3f} ± {half:.3f}, {'real' if abs(mean) > half else 'not told apart from 0'}"
-        rows.append([f"`{label}`", *cells, difference])
-    columns = ["objective", "accuracy after the last step", "mean over the run", f"difference from `{BASELINE}`"]
+        cells = [f"`{label}`"]
+        for outcome in outcomes:
+            base = {record.seed: outcome(record) for record in groups.get(BASELINE, [])}
+            values = {record.seed: outcome(record) for record in records}
+            cells.append("{:.3f} ± {:.3f}".format(*interval([*values.values()])))
+            # Until all runs are recorded, some have no counterpart.
+            differences = [value - base[seed] for seed, value in values.items() if seed in base]
+            if label == BASELINE or not differences:
+                cells.append("")
+            else:
+                mean, half = interval(differences, wide)
+                cells.append(f"{mean:+.3f} ± {half:.3f}, {'real' if abs(mean) > half else 'not told apart from 0'}")
+        rows.append(cells)
+    columns = ["objective", "after the last step", f"minus `{BASELINE}`", "mean over the run", f"minus `{BASELINE}`"]
     return markdown_table(columns, rows)
 
 
@@ -209,7 +216,3 @@ def _change(values: Sequence[Sequence[float]]) -> str:
 
 def _last(values: Sequence[Sequence[float]]) -> str:
     return ", ".join(f"{one[-1]:.2f}" for one in values)
-
-
-def _plus_minus(mean: float, half: float) -> str:
-    return f"{mean:.3f} ± {half:.3f}"

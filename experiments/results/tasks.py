@@ -94,7 +94,7 @@ TASKS = {
     "tictactoe": Task(TICTACTOE, 40, chance=0.3),
     "tictactoe_self": Task(
         "experiments/tasks/tictactoe_self.yaml",
-        40,
+        20,
         before=(f"marin_rl.train --config {TICTACTOE} --num_steps 0 --run_dir runs/tasks/tictactoe_start",),
     ),
 }
