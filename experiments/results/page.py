@@ -54,8 +54,8 @@ def task_table() -> str:
 def objective_table(task: str) -> str:
     """Return one row for each objective: accuracy at the end and its mean over the run, and differences from RLOO.
 
-    Intervals are of 95%. A difference is that of runs with equal seeds, which have the same start. It is real if its
-    interval excludes 0; the intervals of all differences of a table together are of 95% (Bonferroni).
+    Intervals are of 95%. A difference is that of runs with equal seeds, which have the same start. It is significant if
+    its interval excludes 0; the intervals of all differences of a table together are of 95% (Bonferroni).
     """
     groups = by_label(read(task))
     outcomes: list[Callable[[Record], float]] = [
@@ -76,7 +76,7 @@ def objective_table(task: str) -> str:
                 cells.append("")
             else:
                 mean, half = interval(differences, wide)
-                cells.append(f"{mean:+.3f} ± {half:.3f}, {'real' if abs(mean) > half else 'not told apart from 0'}")
+                cells.append(f"{mean:+.3f} ± {half:.3f}, {'significant' if abs(mean) > half else 'not significant'}")
         rows.append([*cells, f"{np.mean([record.cpu_seconds for record in records]):.0f}"])
     minus = f"minus `{BASELINE}`"
     return markdown_table(["objective", "at the end", minus, "mean over the run", minus, "CPU seconds"], rows)

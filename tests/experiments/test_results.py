@@ -119,7 +119,7 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
     assert (mean - half, mean + half) == pytest.approx((low, high))
 
 
-def test_a_difference_is_real_only_if_its_interval_excludes_0(records):
+def test_a_difference_is_significant_only_if_its_interval_excludes_0(records):
     numbers = random.Random(0)
     for seed in range(1, 6):
         base = numbers.uniform(0.4, 0.6)
@@ -127,7 +127,7 @@ def test_a_difference_is_real_only_if_its_interval_excludes_0(records):
             record = dataclasses.replace(RECORD, label=label, seed=seed, sampled=(0.2, base + shift))
             add("objectives_countdown", record)
     lines = page.objective_table("objectives_countdown").splitlines()
-    counts = {line.split("`")[1]: line.count(", real") for line in lines[2:]}
+    counts = {line.split("`")[1]: line.count(", significant") for line in lines[2:]}
     # At the end, and on average over the run.
     assert counts == {"grpo": 2, "ppo": 0, "rloo": 0}
 
