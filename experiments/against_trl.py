@@ -38,7 +38,9 @@ TIMEOUT = 3600.0
 """Seconds of a run."""
 TRL_ROWS = 8, 512
 """Rollouts in a forward and backward pass of TRL: its default, and all of a step."""
-TRL_VERSIONS = dict(requirement.partition("+")[0].split("==") for requirement in (TRL, TORCH[0]))
+TRL_VERSIONS: dict[str, str] = {
+    name: version.removesuffix("+cpu") for name, _, version in (one.partition("==") for one in (TRL, TORCH[0]))
+}
 ROOT = Path(__file__).parents[1]
 
 
@@ -83,7 +85,7 @@ def record(label: str, seed: int, command: list[str], folder: Path, versions: di
     lines = folder / "metrics.jsonl"
     log = folder.with_suffix(".log")
     watched = watch(command, lines, log, cores=available_cores(), cwd=ROOT, env=dict(os.environ), timeout=TIMEOUT)
-    steps, *accuracies = scores(folder)
+    steps, sampled, greedy = scores(folder)
     seconds = cpu = 0.0
     times: dict[int, tuple[float, float]] = {}
     for one in watched.steps:
@@ -91,7 +93,7 @@ def record(label: str, seed: int, command: list[str], folder: Path, versions: di
         times[one.line["step"]] = round(seconds, 1), round(cpu, 1)
     timed = tuple(times[step] for step in steps if step > 0)
     today, shown = datetime.date.today().isoformat(), shlex.join(command[1:]).replace(f"{ROOT}/", "")
-    return Record(label, seed, shown.removeprefix("-m "), today, versions, round(cpu, 1), steps, *accuracies, timed)
+    return Record(label, seed, shown.removeprefix("-m "), today, versions, round(cpu, 1), steps, sampled, greedy, timed)
 
 
 def main() -> None:
