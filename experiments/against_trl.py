@@ -26,7 +26,7 @@ from levanter.optim.config import AdamConfig
 from experiments.benchmarks.trl_environment import TORCH, TRL, default_folder, trl_python
 from experiments.benchmarks.watched_process import available_cores, watch
 from experiments.objectives import start
-from experiments.results.runs import AGAINST_TRL, Record, add, own_versions, read, scores
+from experiments.results.runs import AGAINST_TRL, ROOT, Record, add, own_versions, read, scores
 from experiments.rloo_in_code import rloo
 from marin_rl.environments.base import Split
 from marin_rl.export import ExportRunConfig, run_export
@@ -41,7 +41,6 @@ TRL_ROWS = 8, 512
 TRL_VERSIONS: dict[str, str] = {
     name: version.removesuffix("+cpu") for name, _, version in (one.partition("==") for one in (TRL, TORCH[0]))
 }
-ROOT = Path(__file__).parents[1]
 
 
 def prepare(seed: int, folder: Path) -> Path:

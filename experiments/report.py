@@ -10,8 +10,9 @@ Runs are grouped, and can be named (`NAME=DIR`), as by `python -m marin_rl.view`
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure
 
 from experiments.results.runs import SCORE
 from marin_rl.runs.metrics_file import points
-from marin_rl.runs.run_groups import RunGroup, band, group_runs
+from marin_rl.runs.run_groups import Band, RunGroup, band, group_runs
 
 LAST = 25
 """Number of final steps over which `--metrics` are averaged."""
@@ -32,8 +33,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines).replace("| --- ", "|---")
 
 
-def new_panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of at most 10 inches with a panel for each title, in at most `columns` columns."""
+def new_panels(titles: Sequence[str], columns: int) -> list[Axes]:
+    """Return a panel for each title, in at most `columns` columns of a figure of at most 10 inches."""
     width, columns = 10 / columns, min(columns, len(titles))
     rows = -(-len(titles) // columns)
     figure = Figure(figsize=(width * columns, width * 0.85 * rows), layout="constrained")
@@ -46,7 +47,22 @@ def new_panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[len(titles) :]:
         axes.remove()
-    return figure, panels[: len(titles)]
+    return panels[: len(titles)]
+
+
+def plot_band(axes: Axes, bands: Iterable[Band], label: str, color: str | None = None) -> None:
+    """Draw the mean of a group as a line, and its range as a band."""
+    steps, mean, low, high = zip(*bands, strict=True)
+    [line] = axes.plot(steps, mean, color=color, label=label)
+    axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def save(panels: Sequence[Axes], picture: Path, **legend: Any) -> None:
+    """Add a legend to the first panel, and save the figure as PNG."""
+    panels[0].legend(fontsize=8, frameon=False, **legend)
+    figure = panels[0].get_figure(root=True)
+    assert figure is not None
+    figure.savefig(picture, dpi=110)
 
 
 def metric_of(group: RunGroup, kind: str) -> str:
@@ -84,17 +100,12 @@ def table(groups: Sequence[RunGroup], metrics: Sequence[str]) -> str:
 def draw(groups: Sequence[RunGroup], picture: Path) -> None:
     """Plot the held-out scores of the groups: mean and range."""
     kinds = ("sampled", "greedy")
-    figure, panels = new_panels([f"held out, {kind}" for kind in kinds], 2)
+    panels = new_panels([f"held out, {kind}" for kind in kinds], 2)
     for axes, kind in zip(panels, kinds, strict=True):
         for group in groups:
-            steps, mean, low, high = zip(
-                *band([run.records for run in group.runs], metric_of(group, kind)), strict=True
-            )
-            [line] = axes.plot(steps, mean, label=str(group))
-            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    panels[0].legend(fontsize=8, frameon=False)
+            plot_band(axes, band([run.records for run in group.runs], metric_of(group, kind)), str(group))
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    save(panels, picture)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from scipy import stats
 
-from experiments.report import markdown_table, new_panels
+from experiments.report import markdown_table, new_panels, plot_band, save
 from experiments.results.runs import AGAINST_TRL, ROOT, Record, read
 from experiments.results.tasks import COMPARED, CONTROL, TASKS
+from marin_rl.runs.run_groups import Band
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
 PICTURES = ROOT / "docs" / "pages" / "images"
@@ -92,20 +92,16 @@ def trl_table() -> str:
     """Return one row for each program: step and time at the target by seed, and the time of pairs by that of ours."""
     groups = by_label(read(AGAINST_TRL))
     reached = {label: {one.seed: time_to(one, TARGET) for one in records} for label, records in groups.items()}
+    ours = reached.get(OURS, {})
     rows = []
     for label, records in groups.items():
         columns = [
             ", ".join("never" if one is None else f"{one[index]:.0f}" for one in reached[label].values())
             for index in range(3)
         ]
-        pairs = [(one, reached[OURS].get(seed)) for seed, one in reached[label].items()] if OURS in groups else []
-        ratios = [
-            ", ".join(f"{theirs[index] / ours[index]:.2f}" for theirs, ours in pairs if theirs and ours)
-            for index in (1, 2)
-        ]
-        rows.append(
-            [label, *columns, *(("", "") if label == OURS else ratios), _last([one.sampled for one in records])]
-        )
+        pairs = [] if label == OURS else [(one, ours.get(seed)) for seed, one in reached[label].items()]
+        ratios = [", ".join(f"{one[index] / own[index]:.2f}" for one, own in pairs if one and own) for index in (1, 2)]
+        rows.append([label, *columns, *ratios, _last([one.sampled for one in records])])
     names = [
         "program",
         f"step at {TARGET}",
@@ -120,61 +116,59 @@ def trl_table() -> str:
 
 def draw_trl(picture: Path) -> None:
     """Plot the held-out accuracy of both programs by step, as mean and range of the seeds, and by CPU seconds."""
-    figure, (by_step, by_time) = new_panels(["same start, tasks and settings", "with start-up and evaluations"], 2)
+    by_step, by_time = new_panels(["same start, tasks and settings", "with start-up and evaluations"], 2)
     by_time.set_xlabel("CPU seconds")
     for number, (label, records) in enumerate(by_label(read(AGAINST_TRL)).items()):
-        plot_band(by_step, records, label, f"C{number}")
+        plot_band(by_step, bands(records), label, f"C{number}")
         for record in records:
             by_time.plot([cpu for _, cpu in record.times], record.sampled[1:], color=f"C{number}", linewidth=1)
     for axes in (by_step, by_time):
         axes.axhline(TARGET, color="#888888", linewidth=0.8, linestyle=":")
-    by_step.legend(fontsize=8, frameon=False)
     by_step.set_ylabel("held out, sampled")
-    figure.savefig(picture, dpi=110)
+    save([by_step], picture)
 
 
 def draw_tasks(picture: Path) -> None:
     """Plot the held-out score of every task: mean and range of its seeds, and the control."""
     names = [name for name in TASKS if read(name)]
-    figure, panels = new_panels(names, 4)
+    panels = new_panels(names, 4)
     for axes, name in zip(panels, names, strict=True):
         for label, records in by_label(read(name)).items():
-            plot_band(axes, records, label, "#888888" if label == CONTROL else "C0")
-    panels[0].legend(fontsize=8, frameon=False, title="rewards", title_fontsize=8)
+            plot_band(axes, bands(records), label, "#888888" if label == CONTROL else "C0")
     panels[0].set_ylabel("held out, sampled")
-    figure.savefig(picture, dpi=110)
+    save(panels, picture, title="rewards", title_fontsize=8)
 
 
 def draw_first_run(picture: Path) -> None:
     """Plot the held-out accuracy of `sums`, sampled and greedy: its seeds, and the control."""
     kinds = ("sampled", "greedy")
-    figure, panels = new_panels([f"held-out accuracy, {kind}" for kind in kinds], 2)
+    panels = new_panels([f"held-out accuracy, {kind}" for kind in kinds], 2)
     for axes, kind in zip(panels, kinds, strict=True):
         for record in read("sums"):
             is_control = record.label == CONTROL
             label, color = ("random rewards", "#888888") if is_control else (f"seed {record.seed}", None)
             axes.plot(record.steps, getattr(record, kind), marker="o", markersize=3.5, label=label, color=color)
         axes.set_ylim(0, 1)
-    panels[0].legend(fontsize=8, frameon=False)
-    figure.savefig(picture, dpi=110)
+    save(panels, picture)
 
 
 def draw_objectives(picture: Path) -> None:
     """Plot the held-out score of every objective on each task: mean and range of the seeds."""
-    figure, panels = new_panels(list(COMPARED), 2)
+    panels = new_panels(list(COMPARED), 2)
     for axes, name in zip(panels, COMPARED, strict=True):
         for number, (label, records) in enumerate(by_label(read(name)).items()):
-            plot_band(axes, records, label, f"C{number}")
-    panels[0].legend(fontsize=8, frameon=False, ncols=2)
+            plot_band(axes, bands(records), label, f"C{number}")
     panels[0].set_ylabel("held out, sampled")
-    figure.savefig(picture, dpi=110)
+    save(panels, picture, ncols=2)
 
 
-def plot_band(axes: Axes, records: Sequence[Record], label: str, color: str) -> None:
-    """Draw the mean of the seeds as a line, and their range as a band."""
-    values = np.array([record.sampled for record in records])
-    axes.plot(records[0].steps, values.mean(0), color=color, label=label)
-    axes.fill_between(records[0].steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+def bands(records: Sequence[Record]) -> list[Band]:
+    """Return mean and range of the sampled scores of the seeds at each evaluation."""
+    columns = zip(*(record.sampled for record in records), strict=True)
+    return [
+        Band(step, float(np.mean(values)), min(values), max(values))
+        for step, values in zip(records[0].steps, columns, strict=True)
+    ]
 
 
 def update() -> None:
