@@ -103,6 +103,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/against_trl"))
     arguments = parser.parse_args()
     seed, folder = arguments.seed, arguments.folder.absolute()
+    done = {one.label for one in read(AGAINST_TRL) if one.seed == seed}
+    if len(done) == 1 + len(TRL_ROWS):
+        print(f"all runs of seed {seed} have records; nothing to do")
+        return
     problem = prepare(seed, folder)
     python = arguments.trl_python or trl_python(default_folder())
     ours = folder / f"marin_rl-seed{seed}"
@@ -122,7 +126,6 @@ def main() -> None:
         output = theirs / "metrics.jsonl"
         command = [str(python), "-m", "experiments.trl_sums", "--problem", str(problem), "--output", str(output)]
         programs[f"TRL, {rows} rows"] = [*command, "--rows", str(rows)], theirs, TRL_VERSIONS
-    done = {one.label for one in read(AGAINST_TRL) if one.seed == seed}
     for label, (command, run_folder, versions) in programs.items():
         if label not in done:
             add(AGAINST_TRL, record(label, seed, command, run_folder, versions))
