@@ -26,7 +26,7 @@ from levanter.optim.config import AdamConfig
 from experiments.benchmarks.trl_environment import TORCH, TRL, default_folder, trl_python
 from experiments.benchmarks.watched_process import available_cores, watch
 from experiments.objectives import start
-from experiments.results.runs import AGAINST_TRL, ROOT, Record, add, own_versions, read, scores
+from experiments.results.runs import AGAINST_TRL, OURS, ROOT, Record, add, own_versions, read, scores
 from experiments.rloo_in_code import rloo
 from marin_rl.environments.base import Split
 from marin_rl.export import ExportRunConfig, run_export
@@ -104,14 +104,15 @@ def main() -> None:
     arguments = parser.parse_args()
     seed, folder = arguments.seed, arguments.folder.absolute()
     done = {one.label for one in read(AGAINST_TRL) if one.seed == seed}
-    if len(done) == 1 + len(TRL_ROWS):
+    rows_of = {f"TRL, {rows} rows": rows for rows in TRL_ROWS}
+    if done >= {OURS, *rows_of}:
         print(f"all runs of seed {seed} have records; nothing to do")
         return
     problem = prepare(seed, folder)
     python = arguments.trl_python or trl_python(default_folder())
     ours = folder / f"marin_rl-seed{seed}"
     programs = {
-        "marin_rl": (
+        OURS: (
             [
                 *(sys.executable, "-m", "marin_rl.train", "--config", "experiments/rloo.yaml", "--seed", str(seed)),
                 *("--run_dir", str(ours), "--initialize_from", str(problem / "model"), "--warm_start.max_steps", "0"),
@@ -121,11 +122,11 @@ def main() -> None:
             own_versions(),
         )
     }
-    for rows in TRL_ROWS:
+    for label, rows in rows_of.items():
         theirs = folder / f"trl-{rows}-rows-seed{seed}"
         output = theirs / "metrics.jsonl"
         command = [str(python), "-m", "experiments.trl_sums", "--problem", str(problem), "--output", str(output)]
-        programs[f"TRL, {rows} rows"] = [*command, "--rows", str(rows)], theirs, TRL_VERSIONS
+        programs[label] = [*command, "--rows", str(rows)], theirs, TRL_VERSIONS
     for label, (command, run_folder, versions) in programs.items():
         if label not in done:
             add(AGAINST_TRL, record(label, seed, command, run_folder, versions))

@@ -11,9 +11,9 @@ import numpy as np
 from scipy import stats
 
 from experiments.report import markdown_table, new_panels, plot_band, save
-from experiments.results.runs import AGAINST_TRL, ROOT, Record, read
+from experiments.results.runs import AGAINST_TRL, OURS, ROOT, Record, read
 from experiments.results.tasks import COMPARED, CONTROL, TASKS
-from marin_rl.runs.run_groups import Band
+from marin_rl.runs.run_groups import Band, band
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
 PICTURES = ROOT / "docs" / "pages" / "images"
@@ -21,7 +21,6 @@ FIRST_RUN = ROOT / "experiments" / "curves" / "rloo.png"
 """Plot of the run of the README."""
 BASELINE = "rloo"
 """The objective with which the others are compared."""
-OURS = "marin_rl"
 TARGET = 0.6
 """Held-out accuracy, sampled, to which the time is measured."""
 
@@ -164,11 +163,8 @@ def draw_objectives(picture: Path) -> None:
 
 def bands(records: Sequence[Record]) -> list[Band]:
     """Return mean and range of the sampled scores of the seeds at each evaluation."""
-    columns = zip(*(record.sampled for record in records), strict=True)
-    return [
-        Band(step, float(np.mean(values)), min(values), max(values))
-        for step, values in zip(records[0].steps, columns, strict=True)
-    ]
+    curves = (zip(record.steps, record.sampled, strict=True) for record in records)
+    return band([[{"step": step, "score": score} for step, score in curve] for curve in curves], "score")
 
 
 def update() -> None:

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 SCORE = re.compile(r"eval/.*/(?:accuracy|reward)_(sampled|greedy)")
 AGAINST_TRL = "against_trl"
 """Name of the records of `experiments.against_trl`."""
+OURS = "marin_rl"
+"""Label of the runs of this package among them."""
 PACKAGES = ("jax", "levanter")
 
 
