@@ -4,6 +4,7 @@
 """Settings of all tests: jax on the CPU, no network, and a compilation cache per session."""
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -73,19 +74,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _MAPS = Path("/proc/self/maps")
-_MAX_MAPS = 20_000
-"""Linux limits a process to 65,530 memory maps by default. Each compiled program keeps some, and at the limit threads
-cannot start and XLA crashes."""
+"""The memory maps of this process. Linux limits them to 65,530 by default. Each compiled program keeps some, and at the
+limit threads cannot start and XLA crashes."""
+_TESTS = itertools.count(1)
+
+
+def clear_programs(limit: int) -> None:
+    """Clear compiled programs if there are more maps than this; the cache on disk has most of them."""
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > limit:
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    """Clear compiled programs between modules if there are many; the cache on disk has most of them."""
+    """Clear compiled programs between modules, so that tests of one module share them."""
     yield
-    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
-        import jax
+    clear_programs(20_000)
 
-        jax.clear_caches()
+
+def pytest_runtest_teardown() -> None:
+    """Clear them also between tests of a module that compiles very many; counting maps takes up to 40 ms."""
+    if next(_TESTS) % 10 == 0:
+        clear_programs(40_000)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
