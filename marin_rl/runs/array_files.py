@@ -73,14 +73,14 @@ class SavedArray:
         self,
         context: ts.Context,
         read: Callable[[str], bytes] | None = None,
-        write: Callable[[str, bytes], None] | None = None,
+        write: Callable[[str, memoryview], None] | None = None,
     ) -> ts.TensorStore:
         """Return the array, of which any part can be read and whole chunks can be written.
 
         Args:
             context: limits of threads and memory; see `make_context`.
             read: returns the content of a file; TensorStore calls it in threads.
-            write: writes a file; TensorStore calls it in threads.
+            write: writes a file, whose content may change afterwards; TensorStore calls it in threads.
         """
         layout = ts.ChunkLayout(chunk_shape=self.chunk)
         options: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "shape": self.shape, "chunk_layout": layout}
@@ -89,7 +89,9 @@ class SavedArray:
                 chunk, np.frombuffer(read(self.file(domain.inclusive_min)), chunk.dtype).reshape(chunk.shape)
             )
         if write is not None:
-            options["write_function"] = lambda domain, chunk, _: write(self.file(domain.inclusive_min), chunk.tobytes())
+            options["write_function"] = lambda domain, chunk, _: write(
+                self.file(domain.inclusive_min), np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
+            )
         return ts.virtual_chunked(context=context, **options)
 
 
@@ -176,7 +178,7 @@ def write_arrays(folder: StoragePath, arrays: Mapping[str, HostArray]) -> dict[s
     """
     written: dict[str, FileDigest] = {}
 
-    def write(file: str, content: bytes) -> None:
+    def write(file: str, content: memoryview) -> None:
         (folder / file).write_bytes(content)
         written[file] = digest_of(content)
 

@@ -94,10 +94,11 @@ class Programs:
             axis_resources=trainer.parameter_axis_mapping,
             compiler_options=compiler_options(trainer.device_mesh),
         )
-        self._add = compiled(self._add_gradient, donate_args=(True, False, False, False))
+        # Trained weights are never donated: samplers keep them without a copy.
+        self._add = compiled(self._add_gradient, donate_args=(False, True, False, False, False))
         self._score = compiled(self._compute_loss)
         self._top = compiled(self._find_top)
-        self._step = compiled(adam_step, donate_args=(True, False))
+        self._step = compiled(self._apply_gradient, donate_args=(False, True, False))
         self._new = compiled(new_state)
         self._merge = compiled(self._merge_weights)
 
@@ -109,10 +110,14 @@ class Programs:
     def add_gradient(
         self, state: TrainState, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
     ) -> tuple[TrainState, jax.Array, jax.Array]:
-        """Add the gradient of a microbatch to a state, which is donated; also return its log-probs and its loss."""
+        """Add the gradient of a microbatch to a state; also return its log-probs and its loss.
+
+        The sum of the former state is donated.
+        """
         self._count("training", state.trained, batch)
         with self._trainer.use_device_mesh():
-            return self._add(state, base, self._place(batch), settings)
+            total, logprobs, loss = self._add(state.trained, state.gradient, base, self._place(batch), settings)
+        return dataclasses.replace(state, gradient=total), logprobs, loss
 
     def score(
         self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
@@ -132,9 +137,10 @@ class Programs:
             return self._top(trained, base, self._place(batch), count)
 
     def step(self, state: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Apply the sum of the gradients of a state, which is donated; see `adam_step`."""
+        """Apply the sum of the gradients of a state, which is donated except for its weights; see `adam_step`."""
+        rest = dataclasses.replace(state, trained=cast(Any, None))
         with self._trainer.use_device_mesh():
-            return self._step(state, params)
+            return self._step(state.trained, rest, params)
 
     def merge(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
         """Return the whole model of trained weights in compute precision; these weights themselves, if they are it."""
@@ -162,14 +168,17 @@ class Programs:
         return cast_to_compute(merge_adapter(assemble(cast_to_compute(trained), base)))
 
     def _add_gradient(
-        self, state: TrainState, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
-    ) -> tuple[TrainState, jax.Array, jax.Array]:
+        self, trained: Any, total: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
+    ) -> tuple[Any, jax.Array, jax.Array]:
         (loss, logprobs), gradient = eqx.filter_value_and_grad(self._compute_loss, has_aux=True)(
-            state.trained, base, batch, settings
+            trained, base, batch, settings
         )
         gradient = shard(gradient, self._trainer.parameter_axis_mapping)
-        total = jax.tree.map(lambda old, new: old + new.astype(jnp.float32), state.gradient, gradient)
-        return dataclasses.replace(state, gradient=total), logprobs, loss
+        return jax.tree.map(lambda old, new: old + new.astype(jnp.float32), total, gradient), logprobs, loss
+
+    @staticmethod
+    def _apply_gradient(trained: Any, rest: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
+        return adam_step(dataclasses.replace(rest, trained=trained), params)
 
     def _compute_loss(
         self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
@@ -222,7 +221,7 @@ class JaxTrainer:
             if request.forward_only:
                 logprobs, loss = self._programs.score(state.trained, base, piece.batch, settings)
             else:
-                # The state is donated, and the old one must not be used if the program fails.
+                # Its sum is donated, so the old state must not be used if the program fails.
                 self._state = None
                 self._state, logprobs, loss = self._programs.add_gradient(state, base, piece.batch, settings)
             scored.append((piece, logprobs, loss))
@@ -297,8 +296,7 @@ class JaxTrainer:
 
     def save_sampler(self, folder: Path) -> None:
         """Write the trained weights; see `Trainer.save_sampler`."""
-        # A copy, because the next step donates them.
-        trained = jax.tree.map(jnp.copy, self._require_model().trained)
+        trained = self._require_model().trained
         # The folder may be renamed, and another one may have its name later.
         id = secrets.token_hex(16)
         self._write(folder, _SamplerWeights(trained), id)

@@ -108,7 +108,7 @@ class RemotePath:
         """Read the object as text."""
         return self.read_bytes().decode(encoding)
 
-    def write_bytes(self, data: bytes, *, only_new: bool = False) -> None:
+    def write_bytes(self, data: bytes | memoryview, *, only_new: bool = False) -> None:
         """Write the object, atomically.
 
         Args:
@@ -120,7 +120,7 @@ class RemotePath:
         """
         self._check_fence()
         with self._client_errors() as (files, path):
-            files.pipe_file(path, data, **({"mode": "create"} if only_new else {}))
+            files.pipe_file(path, bytes(data), **({"mode": "create"} if only_new else {}))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         """Write the object as text, atomically."""

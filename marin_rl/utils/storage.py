@@ -359,13 +359,13 @@ class FileDigest(NamedTuple):
     """SHA-256 checksum in hexadecimal digits."""
 
 
-def digest_of(source: StoragePath | bytes) -> FileDigest:
+def digest_of(source: StoragePath | bytes | memoryview) -> FileDigest:
     """Return size and checksum of a file or of its content; a local file is read in parts."""
     if isinstance(source, Path):
         with source.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return FileDigest(file.tell(), digest.hexdigest())
-    data = source if isinstance(source, bytes) else source.read_bytes()
+    data = source.read_bytes() if isinstance(source, RemotePath) else source
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
