@@ -48,6 +48,8 @@ class Service:
         """
         self._state, self._limits, self._trainer = ServerState(folder, base), limits, trainer
         self._thread = TrainerThread(self._state, trainer, limits, self._fail, lambda number: self.on_sampled(number))
+        self._asked: dict[str, float] = {}
+        """When models were asked for that wait for the end of another session, by their ids."""
         self.checkpoints = self._state.checkpoints
         self.failure: Exception | None = None
         """Error that ended the thread."""
@@ -123,6 +125,9 @@ class Service:
     ) -> Promise:
         """Begin a model. One of the same session ends; one of another session must have ended, or be silent.
 
+        Until that session gives a sign of life or has been silent for long enough, the answer is 409, so that the SDK
+        asks again: its client may be the former process of the one that asks.
+
         Args:
             session: id of the session.
             number: the session's number of the model.
@@ -146,13 +151,18 @@ class Service:
                 if other.is_ending or other.session == session or owner is None:
                     continue
                 if time.monotonic() - owner.seen < self._limits.session:
+                    is_alive = owner.seen > self._asked.setdefault(id, time.monotonic())
+                    if is_alive:
+                        del self._asked[id]
                     raise ApiError(
                         f"the server trains the model {other.id!r} of session {other.session!r}"
                         f"{f' ({owner.display_name})' if owner.display_name else ''}, and one model at a time; finish "
                         "that session, or wait until its client has been silent for "
-                        f"{self._limits.session:g} seconds"
+                        f"{self._limits.session:g} seconds",
+                        status=HTTPStatus.BAD_REQUEST if is_alive else HTTPStatus.CONFLICT,
                     )
                 self._state.end_session(other.session)
+            self._asked.pop(id, None)
             return self._accept(
                 {
                     "record": "operation",

@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
+from marin_rl.tinker_api.trainer_thread import Limits
 from tests.free_port import free_port
 from tests.tinker_api.test_service import fake_loss, gradient
 from tests.tinker_api.test_trainer import dense_logs, tiny_trainer
@@ -59,16 +60,15 @@ def client(scenario: str, url: str) -> Any:
 
 
 @contextlib.contextmanager
-def started(scenario: str, url: str) -> Iterator[IO[str]]:
-    """Start a client, and yield its output; it must end well."""
+def started(scenario: str, url: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str]]]:
+    """Start a client, and yield it and its output; it is killed at the end."""
     command = [str(PYTHON), "-W", "ignore", str(Path(__file__).with_name("sdk_client.py")), scenario]
     with subprocess.Popen(command, env=options(url), stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(SECONDS, process.kill)
         watchdog.start()
         try:
             assert process.stdout is not None
-            yield process.stdout
-            assert process.wait() == 0
+            yield process, process.stdout
         finally:
             watchdog.cancel()
             process.kill()
@@ -118,6 +118,13 @@ def test_likeliest_tokens_of_a_prompt(tmp_path: Path) -> None:
         np.testing.assert_allclose(row[list(ids)], values, atol=1e-5)
 
 
+def test_a_killed_client_can_be_started_again_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, limits=Limits(session=4.0)) as (url, _):
+        with started("steps", url) as (_, output):
+            output.readline()
+        assert client("steps", url)["steps"] == 10
+
+
 @pytest.mark.slow
 def test_a_killed_server(tmp_path: Path) -> None:
     port = free_port()
@@ -129,12 +136,13 @@ def test_a_killed_server(tmp_path: Path) -> None:
     child = int(server.stdout.readline())
     metrics: list[dict[str, float]] = []
     try:
-        with started("steps", f"http://127.0.0.1:{port}") as output:
+        with started("steps", f"http://127.0.0.1:{port}") as (process, output):
             for line in output:
                 metrics.append(json.loads(line))
                 if len(metrics) in (2, 5, 8):
                     os.kill(child, 9)
                     child = int(server.stdout.readline())
+            assert process.wait() == 0
     finally:
         os.kill(child, 15)
         server.wait(30)
