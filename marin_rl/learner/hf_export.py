@@ -31,6 +31,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.models.hf_tensors import to_tensors
 from marin_rl.models.lora import has_adapter, merge_adapter
+from marin_rl.runs.array_files import bytes_of
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
@@ -323,4 +324,4 @@ def _write_file(path: Path, shapes: Mapping[str, Any], tensors: Iterable[tuple[s
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in tensors:
-            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+            file.write(bytes_of(tensor))

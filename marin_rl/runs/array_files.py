@@ -89,9 +89,7 @@ class SavedArray:
                 chunk, np.frombuffer(read(self.file(domain.inclusive_min)), chunk.dtype).reshape(chunk.shape)
             )
         if write is not None:
-            options["write_function"] = lambda domain, chunk, _: write(
-                self.file(domain.inclusive_min), np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
-            )
+            options["write_function"] = lambda domain, chunk, _: write(self.file(domain.inclusive_min), bytes_of(chunk))
         return ts.virtual_chunked(context=context, **options)
 
 
@@ -102,6 +100,11 @@ HostArray = tuple[SavedArray, list[tuple[tuple[slice, ...], np.ndarray]]]
 def make_context(cache_bytes: int = _CACHE_BYTES) -> ts.Context:
     """Return a context in which `STREAMS` files are transferred at a time, and chunks are cached."""
     return ts.Context({"data_copy_concurrency": {"limit": STREAMS}, "cache_pool": {"total_bytes_limit": cache_bytes}})
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Return the bytes of an array in row-major order: its own memory if it has this order, otherwise a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def named_arrays(tree: object) -> dict[str, Any]:
