@@ -98,7 +98,8 @@ class Programs:
         self._add = compiled(self._add_gradient, donate_args=(False, True, False, False, False))
         self._score = compiled(self._compute_loss)
         self._top = compiled(self._find_top)
-        self._step = compiled(self._apply_gradient, donate_args=(False, True, False))
+        donated = cast(Any, TrainState)(trained=False, mean=True, square=True, steps=True, gradient=True)
+        self._step = compiled(adam_step, donate_args=(donated, False))
         self._new = compiled(new_state)
         self._merge = compiled(self._merge_weights)
 
@@ -138,9 +139,8 @@ class Programs:
 
     def step(self, state: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
         """Apply the sum of the gradients of a state, which is donated except for its weights; see `adam_step`."""
-        rest = dataclasses.replace(state, trained=cast(Any, None))
         with self._trainer.use_device_mesh():
-            return self._step(state.trained, rest, params)
+            return self._step(state, params)
 
     def merge(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
         """Return the whole model of trained weights in compute precision; these weights themselves, if they are it."""
@@ -175,10 +175,6 @@ class Programs:
         )
         gradient = shard(gradient, self._trainer.parameter_axis_mapping)
         return jax.tree.map(lambda old, new: old + new.astype(jnp.float32), total, gradient), logprobs, loss
-
-    @staticmethod
-    def _apply_gradient(trained: Any, rest: TrainState, params: AdamParams) -> tuple[TrainState, dict[str, jax.Array]]:
-        return adam_step(dataclasses.replace(rest, trained=trained), params)
 
     def _compute_loss(
         self, trained: Any, base: LmHeadModel | None, batch: TokenBatch, settings: LossSettings
