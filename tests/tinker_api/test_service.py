@@ -170,7 +170,7 @@ def test_compressed_and_large_bodies(shared: tuple[Wire, str]) -> None:
 
 
 def test_one_client_trains_until_it_ends(tmp_path: Path) -> None:
-    with serving(tmp_path, limits=Limits(session=0.4)) as (url, service):
+    with serving(tmp_path, limits=Limits(session=1.0)) as (url, service):
         wire = Wire(url)
         first, second = wire.session(), wire.session(display_name="two")
         model = wire.model(first)
@@ -191,9 +191,9 @@ def test_one_client_trains_until_it_ends(tmp_path: Path) -> None:
         assert wire.forward_backward(model, 2, [[5]]).status_code == 404
         assert wire.ask("session_heartbeat", {"session_id": first}).status_code == 410
         # A silent session gives way, too, but only to another client.
-        time.sleep(0.5)
+        time.sleep(1.1)
         assert wire.step(other, 2)["weight"] == 0.9 * (0.9 * 5)
-        time.sleep(0.5)
+        time.sleep(1.1)
         third = wire.session()
         assert wire.model(third) == f"{third}:train:0"
         assert wire.ask("session_heartbeat", {"session_id": second}).status_code == 410
