@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +25,8 @@ _HEADER_TOKENS = 128
 """Largest number of tokens of the assistant's header and what the generation prompt adds to it."""
 _THINK_TOKENS = 16
 """Largest number of tokens of `<think>` and the white space after it."""
+_TAGS = re.compile(r"(?<=\S)(\s*(<[^<>\s]+>|\[[^\[\]\s]+\]))+\s*$")
+"""Tags at the end of a text, after other text."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +155,7 @@ class ChatTokenizer:
         return tuple(ids), mask
 
     def encode_replies(
-        self, messages: Sequence[Message], num_prompt_messages: int
+        self, messages: Sequence[Message], num_prompt_messages: int, max_tokens: int | None = None
     ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
         """Tokenize a finished conversation as a sampled episode, with masks of the replies.
 
@@ -165,6 +167,8 @@ class ChatTokenizer:
         Args:
             messages: the prompt, a reply, and further observations and replies.
             num_prompt_messages: number of messages in the prompt, at least 1; its assistant messages are not replies.
+            max_tokens: number of tokens of a sequence after which some may be left out, not the end of a reply; None
+                for all tokens.
 
         Returns:
             Token ids `[length]` of each sequence, at least one, and a mask `[length]` that is True on replies.
@@ -173,26 +177,32 @@ class ChatTokenizer:
             ChatTemplateError: if the template rejects the conversation.
         """
         end_token = (*self._end_of_turn(), *self.stop_token_ids)[0]
-        roles = [message["role"] for message in messages]
+        self._require_messages(messages)
+        mark, roles = self._mark(messages), [message["role"] for message in messages]
         replies = [index for index in range(num_prompt_messages, len(messages)) if roles[index] == "assistant"]
-        ids = list(self.prompt_tokens(messages[:num_prompt_messages]))
+        prompts = self._render_prompts(messages, replies or [num_prompt_messages], mark)
+        before = next(prompts)
+        ids = self._encoder.encode(before, mark, limit=max_tokens)[0]
         mask = [False] * len(ids)
         sequences = []
         for index, following in itertools.zip_longest(replies, replies[1:]):
-            mark = self._mark(messages[index : index + 1])
-            start, content = self.reply_start(ids), messages[index]["content"]
-            escaped = self._encoder.escape(content.removeprefix(start if start.strip() else ""), mark)
-            reply = [*self._encoder.encode(escaped, mark, continues=True)[0], end_token]
+            content, room = messages[index]["content"], None if max_tokens is None else max(max_tokens - len(ids), 0)
+            escaped = self._encoder.escape(without_start(content, self.reply_start(ids)), mark)
+            sampled = functools.partial(self._sampled, ids[-_HEADER_TOKENS:], escaped, mark)
+            reply = [*self._encoder.encode(escaped, mark, continues=True, limit=room)[0], end_token]
             ids += reply
             mask += [True] * len(reply)
-            if following is not None:
-                observed = messages[index + 1 : following]
-                observation, rewritten = self.observation_tokens(messages[: index + 1], ids, observed)
-                if rewritten:
-                    sequences.append((tuple(ids), tuple(mask)))
-                    ids, mask = [], []
-                ids += observation
-                mask += [False] * len(observation)
+            if following is None:
+                break
+            self._require_messages(messages[index + 1 : following])
+            after = next(prompts)
+            observed = self._continuation(before, after, content, mark, end_token, sampled, room)
+            if observed is None:
+                sequences.append((tuple(ids), tuple(mask)))
+                ids, mask, observed = [], [], self._encoder.encode(after, mark, limit=max_tokens)[0]
+            ids += observed
+            mask += [False] * len(observed)
+            before = after
         return [*sequences, (tuple(ids), tuple(mask))]
 
     def observation_tokens(
@@ -226,21 +236,46 @@ class ChatTokenizer:
             raise ValueError("sequence is empty; it holds the prompt and the reply that history ends with")
         messages = [*history, *observation]
         mark = self._mark(messages)
-        before, after = self._render(history[:-1], mark), self._render(messages, mark)
-        reply = self._encoder.escape(history[-1]["content"], mark)
-        prefix = before + reply
+        before, after = self._render_prompts(messages, [len(history) - 1, len(messages)], mark)
+        sampled = functools.partial(self._without_stop_tokens, sequence)
+        observed = self._continuation(before, after, history[-1]["content"], mark, sequence[-1], sampled)
+        if observed is None:
+            return tuple(self._encoder.encode(after, mark)[0]), True
+        return tuple(observed), False
+
+    def _continuation(
+        self,
+        before: str,
+        after: str,
+        reply: str,
+        mark: str,
+        last: int,
+        sampled: Callable[[], Sequence[int]],
+        limit: int | None = None,
+    ) -> list[int] | None:
+        """Tokenize what the template adds to a sequence; None if it rewrote the history.
+
+        Args:
+            before: the rendered prompt of the reply.
+            after: the rendered prompt of the next reply.
+            reply: the content of the reply.
+            mark: the mark of both prompts.
+            last: last token of the sequence.
+            sampled: returns at least the last tokens of the sequence without its stop tokens, reply included.
+            limit: number of tokens after which further ones may be left out; None for all.
+        """
+        prefix = before + self._encoder.escape(reply, mark)
         if not after.startswith(prefix):
             # Sentencepiece's decoder drops the leading space of a reply, and templates made for it restore the space.
-            sampled = self.tokenizer.decode(self._without_stop_tokens(sequence), clean_up_tokenization_spaces=False)
-            if sampled.endswith(" " + history[-1]["content"]):
-                prefix = f"{before} {reply}"
-        if after.startswith(prefix):
-            ids, _ = self._encoder.encode(after[len(prefix) :], mark, continues=True)
-            if sequence[-1] not in self.stop_token_ids:
-                return tuple(ids), False
-            if ids[:1] == [sequence[-1]]:
-                return tuple(ids[1:]), False
-        return tuple(self._encoder.encode(after, mark)[0]), True
+            prefix = f"{before} {prefix[len(before) :]}"
+            if not after.startswith(prefix) or not self._decode(sampled()).endswith(" " + reply):
+                return None
+        # The first token is that of the end of the turn.
+        room = None if limit is None else limit + 1
+        ids, _ = self._encoder.encode(after[len(prefix) :], mark, continues=True, limit=room)
+        if last not in self.stop_token_ids:
+            return ids
+        return ids[1:] if ids[:1] == [last] else None
 
     def decode_reply(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode a generation without its stop token.
@@ -260,7 +295,7 @@ class ChatTokenizer:
         Args:
             prompt: the tokens of the prompt, or its last ones.
         """
-        end = self.tokenizer.decode(list(prompt[-_THINK_TOKENS:]), clean_up_tokenization_spaces=False)
+        end = self._decode(prompt[-_THINK_TOKENS:])
         return end.rstrip().endswith("<think>")
 
     def reply_start(self, prompt: Sequence[int]) -> str:
@@ -275,11 +310,16 @@ class ChatTokenizer:
         >>> chat.reply_start(prompt), chat.reply_start((*prompt, *b"<think>"))
         ('', '<think>')
         """
-        end = self.tokenizer.decode(list(prompt[-_HEADER_TOKENS:]), clean_up_tokenization_spaces=False)
-        if self._reply_header and self._reply_header in end:
-            # Templates may end the header with other spaces in the generation prompt than in the history.
-            return end.rpartition(self._reply_header)[2].lstrip()
-        return end[end.rindex("<think>") :] if self.opens_thoughts(prompt) else ""
+        header, opened = self._header_and_tags
+        end = ""
+        # The header is usually among the last tokens, and to decode more takes long.
+        for length in (_THINK_TOKENS, _HEADER_TOKENS):
+            end = self._decode(prompt[-length:])
+            if header and header in end:
+                # Templates may end the header with other spaces in the generation prompt than in the history.
+                return end.rpartition(header)[2].lstrip()
+        opening = next((tag for tag in (opened, "<think>") if tag and end.rstrip().endswith(tag)), "")
+        return end[end.rindex(opening) :] if opening else ""
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
@@ -294,8 +334,8 @@ class ChatTokenizer:
         return ChatTemplate(source, self.tokenizer.special_tokens_map, self.name)
 
     @functools.cached_property
-    def _reply_header(self) -> str:
-        """The text between a message and a reply; empty if the template has none."""
+    def _header_and_tags(self) -> tuple[str, str]:
+        """The text between a message and a reply, and without it the tags that the generation prompt adds."""
         question = [{"role": "user", "content": "probe"}]
         reply = {"role": "assistant", "content": "probe-reply"}
         try:
@@ -304,15 +344,21 @@ class ChatTokenizer:
             # Templates add empty thoughts to the last reply, but not to earlier ones.
             history = self._template.render([*question, reply, *question], add_generation_prompt=False)
         except ChatTemplateError:
-            return ""
+            return "", ""
         if not (prompt.startswith(before) and history.startswith(before)):
-            return ""
-        headers = [text.removeprefix(before).partition("probe-reply")[0] for text in (prompt, history)]
-        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*headers, strict=False))
-        header = "".join(character for character, _ in common).partition("<think>")[0]
+            return "", ""
+        added, shown = (text.removeprefix(before).partition("probe-reply")[0] for text in (prompt, history))
         # Two different tags may begin with the same letters.
-        header = re.sub("<[^>]*$", "", header)
-        return header if header.strip() else ""
+        header = re.sub(r"[<\[][^>\]]*$", "", _common_start(added, shown).partition("<think>")[0])
+        tags = _TAGS.search(header)
+        if tags and self._are_ordinary(tags[0]):
+            header = header[: tags.start()]
+        if header.strip():
+            return header, ""
+        return "", added.strip() if added.lstrip()[:1] in ("<", "[") and self._are_ordinary(added) else ""
+
+    def _are_ordinary(self, tags: str) -> bool:
+        return not any(token in tags for token in self.tokenizer.all_special_tokens)
 
     def _mark(self, messages: Sequence[Message]) -> str:
         return unused_mark(messages, self._template, self._tool_template)
@@ -329,6 +375,21 @@ class ChatTokenizer:
         """Render the conversation with the generation prompt."""
         template, shown, tools = self._fitted(messages, mark)
         return template.render(shown, add_generation_prompt=True, tools=tools)
+
+    def _render_prompts(self, messages: Sequence[Message], ends: Sequence[int], mark: str) -> Iterator[str]:
+        """Render the prompts of several replies: the messages before each, for the index of each or the length."""
+        if any("tools" in message for message in messages[ends[0] : ends[-1]]):
+            return (self._render(messages[:end], mark) for end in ends)
+        template, shown, tools = self._fitted(messages[: ends[-1]], mark)
+        parts = (messages[start:end] for start, end in itertools.pairwise((0, *ends)))
+        counts = itertools.accumulate(len(fit_conversation(part, template).messages) for part in parts)
+        return template.render_prompts(shown, list(counts), tools)
+
+    def _sampled(self, prompt_end: Sequence[int], reply: str, mark: str) -> list[int]:
+        return [*prompt_end, *self._encoder.encode(reply, mark, continues=True)[0]]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     @functools.cached_property
     def _encoder(self) -> TemplateEncoder:
@@ -358,6 +419,30 @@ class ChatTokenizer:
     def _require_messages(self, messages: Sequence[Message]) -> None:
         if not messages:
             raise ValueError("messages is empty; a conversation needs at least one message")
+
+
+def without_start(reply: str, start: str) -> str:
+    r"""Remove the text from a reply that its prompt already contains; white space around and in it may differ.
+
+    Args:
+        reply: text of the whole turn of the assistant, or without its start.
+        start: the start of the turn in the prompt, such as `<think>\n`.
+
+    >>> without_start("<think>2 + 3", "<think>\n"), without_start("\n<think>\n\n2 + 3", "<think>\n")
+    ('2 + 3', '\n2 + 3')
+    >>> without_start("<think> </think>5", "<think>\n\n</think>\n\n"), without_start("5", "<think>\n")
+    ('5', '5')
+    """
+    found = re.match(r"\s*" + r"\s*".join(map(re.escape, start.split())), reply)
+    if not found or not start.strip():
+        return reply
+    rest, spaces = reply[found.end() :], start[len(start.rstrip()) :]
+    return rest[len(_common_start(rest, spaces)) :]
+
+
+def _common_start(one: str, other: str) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in pairs)
 
 
 def truncate_at_reply(

@@ -11,6 +11,7 @@ piece contains the control token's text. Texts without control tokens, the commo
 tokenized in one piece.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -20,13 +21,15 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
-from tokenizers import AddedToken, Tokenizer, processors
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import AddedToken, Encoding, Tokenizer, models, processors
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from marin_rl.tokenization.forward_template import is_append_only, render_prefixes
 from marin_rl.types import Message
 
 # A piece that continues earlier text is tokenized after this token, which is then dropped, because some tokenizers add
@@ -35,6 +38,9 @@ _BOUNDARY = "\ufdd0boundary\ufdd1"
 # Some normalizers (Llama 2, Mistral 7B) add the space after each added token, the boundary included. Then this
 # noncharacter follows the boundary, so that the space precedes it and not the piece.
 _ANCHOR = "\ufdd2"
+
+# A text is cut at first after this number of characters per token that is needed, and this number of more tokens.
+_CHARACTERS, _MARGIN = 8, 256
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _GENERATION_BLOCKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -119,6 +125,41 @@ class ChatTemplate:
         """
         return self._render(messages, add_generation_prompt, tools, track=False)[0]
 
+    def render_prompts(
+        self, messages: Sequence[dict[str, str]], counts: Sequence[int], tools: Sequence[ToolSchema] = ()
+    ) -> Iterator[str]:
+        """Render a conversation's first messages with the generation prompt, for each of several numbers of messages.
+
+        Args:
+            messages: dictionaries with role and content.
+            counts: ascending numbers of messages, the last one that of `messages`.
+            tools: the template's `tools`.
+
+        Raises:
+            ChatTemplateError: if the template rejects the conversation.
+        """
+        prompts = None
+        # An error is reported by the rendering of the prompt that has it.
+        with _RENDER_LOCK, contextlib.suppress(Exception):
+            if self._is_append_only and len(counts) > 1:
+                variables = self._variables(tools, add_generation_prompt=True)
+                prompts = render_prefixes(_compile_jinja_template(self.source), messages, counts, variables)
+        if prompts is None:
+            return (self.render(messages[:count], add_generation_prompt=True, tools=tools) for count in counts)
+        return prompts
+
+    @functools.cached_property
+    def _is_append_only(self) -> bool:
+        return is_append_only(_compile_jinja_template(self.source).environment.parse(self.source))
+
+    def _variables(self, tools: Sequence[ToolSchema], add_generation_prompt: bool) -> dict[str, Any]:
+        return {
+            "tools": [dict(tool) for tool in tools] or None,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": TEMPLATE_DATE.strftime,
+            **self.variables,
+        }
+
     def render_with_spans(
         self, messages: Sequence[dict[str, str]], tools: Sequence[ToolSchema] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -150,12 +191,9 @@ class ChatTemplate:
             with _RENDER_LOCK:
                 rendered: Any = render_jinja_template(
                     conversations=[list(messages)],
-                    tools=[dict(tool) for tool in tools] or None,
                     chat_template=self.source,
                     return_assistant_tokens_mask=track,
-                    add_generation_prompt=add_generation_prompt,
-                    strftime_now=TEMPLATE_DATE.strftime,
-                    **self.variables,
+                    **self._variables(tools, add_generation_prompt),
                 )
         except Exception as error:
             # Any exception type: a template is a program, which may divide by zero or recurse without end.
@@ -257,6 +295,7 @@ class TemplateEncoder:
         self._backend.no_padding()
         # Templates contain their own special tokens; a post-processor would only trim spaces from the offsets.
         self._backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        self._is_local = not isinstance(self._backend.model, models.Unigram)
         self._backend.add_tokens([AddedToken(_BOUNDARY, normalized=False, special=False)])
         normalizer = self._backend.normalizer
         prepends = normalizer is not None and normalizer.normalize_str(_ANCHOR).partition(_ANCHOR)[0] != ""
@@ -266,17 +305,20 @@ class TemplateEncoder:
         control = sorted(text for text in {*special, *stop_tokens} if len(text) > 1)
         alternatives = "|".join(re.escape(text) for text in (*control, _BOUNDARY))
         self._control_start = re.compile(f"(?=(?:{alternatives})).", re.DOTALL)
+        self._starts = {text[:2] for text in (*control, _BOUNDARY)}
 
     def escape(self, value: Any, mark: str) -> Any:
         """Insert the mark into every control token's text in a JSON value, keys included."""
         if isinstance(value, str):
-            return self._control_start.sub(lambda match: match[0] + mark, value)
+            # Much faster than the expression, which few texts need.
+            is_plain = not any(start in value for start in self._starts)
+            return value if is_plain else self._control_start.sub(lambda match: match[0] + mark, value)
         if isinstance(value, Mapping):
             return {self.escape(str(key), mark): self.escape(item, mark) for key, item in value.items()}
         return [self.escape(item, mark) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(
-        self, text: str, mark: str, continues: bool = False, cuts: Sequence[int] = ()
+        self, text: str, mark: str, continues: bool = False, cuts: Sequence[int] = (), limit: int | None = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokenize rendered text, with the template's control tokens.
 
@@ -285,6 +327,7 @@ class TemplateEncoder:
             mark: the mark that they were escaped with.
             continues: whether the tokens continue earlier ones.
             cuts: ascending character indices at which a token must start.
+            limit: number of tokens after which further ones may be left out; None for all.
 
         Returns:
             Token ids, and the `[start, end)` characters of `text` of each token.
@@ -292,8 +335,12 @@ class TemplateEncoder:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for position, piece in _pieces(text, mark, cuts):
+            if limit is not None and len(ids) >= limit:
+                break
             lead = self._lead if continues or position else ""
-            encoding = self._backend.encode(lead + piece, add_special_tokens=False)
+            # With byte fallback the lead has up to eight tokens.
+            needed = None if limit is None else limit - len(ids) + 8
+            encoding = encode_start(self._encode, lead + piece, needed, self._is_local)
             skipped = 1 if lead else 0
             while _ANCHOR in lead and skipped < len(encoding) and encoding.offsets[skipped][1] <= len(lead):
                 skipped += 1
@@ -301,6 +348,34 @@ class TemplateEncoder:
             ids += encoding.ids[skipped:]
             offsets += [(start + shift, end + shift) for start, end in encoding.offsets[skipped:]]
         return ids, offsets
+
+    def _encode(self, text: str) -> Encoding:
+        return self._backend.encode(text, add_special_tokens=False)
+
+
+def encode_start(encode: Callable[[str], Encoding], text: str, limit: int | None, is_local: bool) -> Encoding:
+    """Tokenize a text, or so much of it that its first tokens are those of the whole text.
+
+    The text is cut at a character that does not combine with earlier ones, `_MARGIN` tokens behind those that are
+    needed: merges of byte-pair encoding do not reach that far. Other tokenizers choose all tokens of a word together.
+
+    Args:
+        encode: the tokenizer.
+        text: the text.
+        limit: number of tokens after which further ones are left out if the text is cut; None for all.
+        is_local: whether the end of a long word does not change the tokens at its start.
+    """
+    if limit is None:
+        return encode(text)
+    size = _CHARACTERS * (limit + _MARGIN)
+    while size < len(text):
+        if not unicodedata.combining(text[size]):
+            encoding, last = encode(text[:size]), limit + _MARGIN - 1
+            if len(encoding) > last + 1 and (is_local or encoding.word_ids[limit - 1] != encoding.word_ids[last]):
+                encoding.truncate(limit)
+                return encoding
+        size *= 4
+    return encode(text)
 
 
 def _pieces(text: str, mark: str, cuts: Sequence[int]) -> Iterator[tuple[int, str]]:
