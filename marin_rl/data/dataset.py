@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
 from marin_rl.data.config import DataConfig, LongSequences
 from marin_rl.data.pairs import encode_pair
 from marin_rl.data.rows import ROW_FORMS, Example, Form, encode_row, form_of, make_example
+from marin_rl.data.token_file import Data, Encoded, digest_rows, read_tokens
 from marin_rl.environments.base import epoch_order
 from marin_rl.environments.row_files import read_dataset, read_jsonl, read_parquet
 from marin_rl.environments.row_format import Row
 from marin_rl.environments.splits import Split, split_of
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.utils.storage import StoragePath
 
 T = TypeVar("T")
 
@@ -62,26 +64,6 @@ def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
     return read_dataset(path, key, config.subset, split, config.revision)
 
 
-class Encoded(NamedTuple):
-    """Tokenized rows."""
-
-    examples: list[Example]
-    """The rows that fit."""
-    skipped: int
-    """Number of rows that were left out because they are too long."""
-    truncated: int
-    """Number of rows with a sequence that was cut."""
-
-
-class Data(NamedTuple):
-    """Tokenized rows of a source."""
-
-    train: Encoded
-    """Rows to train on."""
-    held_out: Encoded
-    """Rows on which the loss is measured."""
-
-
 def read_examples(
     config: DataConfig,
     key: str,
@@ -90,8 +72,9 @@ def read_examples(
     tokenizer: ChatTokenizer,
     *,
     pairs: bool = False,
+    stored: StoragePath | None = None,
 ) -> Data:
-    """Read and tokenize the rows of a source.
+    """Read and tokenize the rows of a source, unless a file has their tokens.
 
     Args:
         config: the source.
@@ -100,13 +83,19 @@ def read_examples(
         long_sequences: handling of longer ones.
         tokenizer: chat tokenizer.
         pairs: whether the rows are pairs of answers.
+        stored: the file with the tokens of an earlier start; one of other rows or settings is not used.
 
     Raises:
         ValueError: if a row is invalid, or no row fits; the message names the row.
     """
     forms = (Form.PAIR,) if pairs else ROW_FORMS
-    data = Data(*(encode_rows(rows, tokenizer, max_length, long_sequences, forms) for rows in read_rows(config, key)))
-    for rows, name in zip(data, ("to train on", "held out"), strict=True):
+    parts = read_rows(config, key)
+    digest = digest_rows(parts, tokenizer, max_length, long_sequences, forms)
+    if stored is not None and (found := read_tokens(stored, digest)) is not None:
+        return found
+    train, held_out = (encode_rows(part, tokenizer, max_length, long_sequences, forms) for part in parts)
+    data = Data(train, held_out, digest)
+    for rows, name in zip(data[:2], ("to train on", "held out"), strict=True):
         if rows.skipped and not rows.examples:
             raise ValueError(
                 f"none of the {rows.skipped} rows of {key} that are {name} fits into batch.max_length, "
@@ -117,7 +106,7 @@ def read_examples(
 
 def describe(data: Data) -> str:
     """Describe tokenized data in one line."""
-    train, held_out = data
+    train, held_out = data.train, data.held_out
     examples, noun = train.examples, "pairs" if train.examples[0].chosen else "rows"
     counts = {"skipped": train.skipped + held_out.skipped, "truncated": train.truncated + held_out.truncated}
     return (
@@ -156,12 +145,15 @@ def encode_rows(
                 f"{row.where}: the row has {' and '.join(form.value)}, but {first[1]} has "
                 f"{' and '.join(first[0].value)}; all rows must have the same form"
             )
-        example = encode_pair(row, tokenizer) if form is Form.PAIR else encode_row(row, form, tokenizer)
+        # One token more than fits shows that the row is too long.
+        limit = max_length + 1
+        is_pair = form is Form.PAIR
+        example = encode_pair(row, tokenizer, limit) if is_pair else encode_row(row, form, tokenizer, limit)
         if max(example.lengths) > max_length:
             if long_sequences is LongSequences.ERROR:
-                others = "skip" if form is Form.PAIR else "skip or truncate"
+                others = "skip" if is_pair else "skip or truncate"
                 raise ValueError(
-                    f"{row.where}: a sequence has {max(example.lengths)} tokens, more than batch.max_length, "
+                    f"{row.where}: a sequence has at least {max(example.lengths)} tokens, more than batch.max_length, "
                     f"{max_length}; raise it, or set batch.long_sequences to {others}"
                 )
             cut = truncate(example, max_length) if long_sequences is LongSequences.TRUNCATE else None

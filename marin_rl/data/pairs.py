@@ -19,12 +19,13 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message
 
 
-def encode_pair(row: Row, tokenizer: ChatTokenizer) -> Example:
+def encode_pair(row: Row, tokenizer: ChatTokenizer, max_tokens: int | None = None) -> Example:
     """Tokenize a pair: the sequences of the chosen answer, then those of the rejected one.
 
     Args:
         row: the row.
         tokenizer: chat tokenizer.
+        max_tokens: number of tokens of a sequence after which some may be left out; None for all tokens.
 
     Raises:
         ValueError: if a column is invalid, or the answers are equal or not to the same prompt; the message names the
@@ -32,8 +33,9 @@ def encode_pair(row: Row, tokenizer: ChatTokenizer) -> Example:
         ChatTemplateError: if the chat template rejects a conversation.
     """
     prompt, *answers = split_pair(row)
-    chosen, rejected = (encode_episode(row, prompt, answer, tokenizer) for answer in answers)
-    if chosen == rejected:
+    chosen, rejected = (encode_episode(row, prompt, answer, tokenizer, max_tokens) for answer in answers)
+    is_complete = max_tokens is None or all(len(ids) < max_tokens for ids, _ in chosen)
+    if chosen == rejected and is_complete:
         raise ValueError(f"{row.where}: chosen and rejected have the same tokens, so neither is better; remove the row")
     return make_example(row.where, [*chosen, *rejected], chosen=len(chosen))
 

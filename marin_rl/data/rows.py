@@ -116,13 +116,14 @@ def form_of(row: Row, forms: Sequence[Form] = ROW_FORMS) -> Form:
     )
 
 
-def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer) -> Example:
+def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer, max_tokens: int | None = None) -> Example:
     """Tokenize a row.
 
     Args:
         row: the row.
         form: its form, one of `ROW_FORMS`.
         tokenizer: chat tokenizer.
+        max_tokens: number of tokens of a sequence after which some may be left out; None for all tokens.
 
     Raises:
         ValueError: if a column is invalid; the message names the row and the column.
@@ -130,7 +131,7 @@ def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer) -> Example:
     """
     match form:
         case Form.TEXT:
-            return make_example(row.where, [_encode_text(row, tokenizer)])
+            return make_example(row.where, [_encode_text(row, tokenizer, max_tokens)])
         case Form.TOKENS:
             return make_example(row.where, [_read_tokens(row, tokenizer.vocab_size)])
         case Form.MESSAGES:
@@ -141,11 +142,15 @@ def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer) -> Example:
             prompt, completion = messages[: replies[0]], messages[replies[0] :]
         case _:
             prompt, completion = read_messages(row, "prompt"), read_messages(row, "completion")
-    return make_example(row.where, encode_episode(row, prompt, completion, tokenizer))
+    return make_example(row.where, encode_episode(row, prompt, completion, tokenizer, max_tokens))
 
 
 def encode_episode(
-    row: Row, prompt: Sequence[Message], completion: Sequence[Message], tokenizer: ChatTokenizer
+    row: Row,
+    prompt: Sequence[Message],
+    completion: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    max_tokens: int | None = None,
 ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """Tokenize a prompt and what follows it as an episode, with loss on the assistant messages of the completion.
 
@@ -154,6 +159,7 @@ def encode_episode(
         prompt: messages before the first reply.
         completion: the first reply, and further messages.
         tokenizer: chat tokenizer.
+        max_tokens: as for `encode_row`.
 
     Raises:
         ValueError: if the prompt is empty, the completion does not begin with a reply, or two replies follow each
@@ -169,7 +175,7 @@ def encode_episode(
         raise ValueError(f"{row.where}: two assistant messages follow each other; join them to one")
     shown = _with_tools(prompt, _read_tools(row))
     try:
-        return tokenizer.encode_replies([*shown, *completion], len(shown))
+        return tokenizer.encode_replies([*shown, *completion], len(shown), max_tokens)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
 
@@ -265,11 +271,11 @@ def _with_tools(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -
     return [Message(role="system", content=text, tools=tools, tools_in_words=describe_schemas(tools)), *rest]
 
 
-def _encode_text(row: Row, tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:
+def _encode_text(row: Row, tokenizer: ChatTokenizer, max_tokens: int | None) -> tuple[list[int], list[bool]]:
     text = row.values["text"]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{row.where}: column 'text' holds {text!r:.200}; it must be text that is not empty")
-    ids = list(tokenizer.tokenizer(text)["input_ids"])
+    ids = tokenizer.text_tokens(text, max_tokens)
     eos = tokenizer.tokenizer.eos_token_id
     if eos is not None and ids[-1:] != [eos]:
         ids.append(eos)

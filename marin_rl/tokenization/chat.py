@@ -5,10 +5,15 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import jinja2
+import tokenizers
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.tokenization.chat_template import (
@@ -16,6 +21,7 @@ from marin_rl.tokenization.chat_template import (
     ChatTemplateError,
     TemplateEncoder,
     ToolSchema,
+    encode_start,
     fit_conversation,
     unused_mark,
 )
@@ -86,6 +92,15 @@ class ChatTokenizer:
         return self.tokenizer.name_or_path or type(self.tokenizer).__name__
 
     @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 checksum of everything that determines the tokens of a conversation."""
+        versions = [module.__version__ for module in (jinja2, tokenizers, transformers)]
+        templates = self._template.source, self._tool_template.source
+        special = self.tokenizer.special_tokens_map, self.stop_token_ids
+        parts = [self.tokenizer.backend_tokenizer.to_str(), templates, special, versions]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included: the largest id plus one."""
         return max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values()))
@@ -108,7 +123,7 @@ class ChatTokenizer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: eos, the template's end of turn, and `more_stop_token_ids`."""
         eos = self.tokenizer.eos_token_id
-        ids = (*(() if eos is None else (eos,)), *self._end_of_turn(), *self.more_stop_token_ids)
+        ids = (*(() if eos is None else (eos,)), *self._end_of_turn, *self.more_stop_token_ids)
         return tuple(dict.fromkeys(ids))
 
     def prompt_tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -120,6 +135,17 @@ class ChatTokenizer:
         self._require_messages(messages)
         mark = self._mark(messages)
         return tuple(self._encoder.encode(self._render(messages, mark), mark)[0])
+
+    def text_tokens(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Tokenize a text that is no conversation, with the special tokens in it and those that the tokenizer adds.
+
+        Args:
+            text: the text.
+            max_tokens: number of tokens after which some may be left out; None for all tokens.
+        """
+        return encode_start(
+            lambda part: self.tokenizer(part).encodings[0], text, max_tokens, self._encoder.is_local
+        ).ids
 
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokenize a finished conversation, with a mask of the assistant's tokens.
@@ -176,7 +202,7 @@ class ChatTokenizer:
         Raises:
             ChatTemplateError: if the template rejects the conversation.
         """
-        end_token = (*self._end_of_turn(), *self.stop_token_ids)[0]
+        end_token = (*self._end_of_turn, *self.stop_token_ids)[0]
         self._require_messages(messages)
         mark, roles = self._mark(messages), [message["role"] for message in messages]
         replies = [index for index in range(num_prompt_messages, len(messages)) if roles[index] == "assistant"]
@@ -396,6 +422,7 @@ class ChatTokenizer:
         stop_tokens = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
         return TemplateEncoder(self.tokenizer.backend_tokenizer, stop_tokens)
 
+    @functools.cached_property
     def _end_of_turn(self) -> tuple[int, ...]:
         """Return the added token that the template puts directly after a reply, if any."""
         reply = "probe-reply"

@@ -295,7 +295,8 @@ class TemplateEncoder:
         self._backend.no_padding()
         # Templates contain their own special tokens; a post-processor would only trim spaces from the offsets.
         self._backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-        self._is_local = not isinstance(self._backend.model, models.Unigram)
+        self.is_local = not isinstance(self._backend.model, models.Unigram)
+        """Whether the end of a long word does not change the tokens at its start; see `encode_start`."""
         self._backend.add_tokens([AddedToken(_BOUNDARY, normalized=False, special=False)])
         normalizer = self._backend.normalizer
         prepends = normalizer is not None and normalizer.normalize_str(_ANCHOR).partition(_ANCHOR)[0] != ""
@@ -340,9 +341,9 @@ class TemplateEncoder:
             lead = self._lead if continues or position else ""
             # With byte fallback the lead has up to eight tokens.
             needed = None if limit is None else limit - len(ids) + 8
-            encoding = encode_start(self._encode, lead + piece, needed, self._is_local)
+            encoding = encode_start(self._encode, lead + piece, needed, self.is_local)
             skipped = 1 if lead else 0
-            while _ANCHOR in lead and skipped < len(encoding) and encoding.offsets[skipped][1] <= len(lead):
+            while _ANCHOR in lead and skipped < len(encoding.ids) and encoding.offsets[skipped][1] <= len(lead):
                 skipped += 1
             shift = position - len(lead)
             ids += encoding.ids[skipped:]
@@ -371,7 +372,7 @@ def encode_start(encode: Callable[[str], Encoding], text: str, limit: int | None
     while size < len(text):
         if not unicodedata.combining(text[size]):
             encoding, last = encode(text[:size]), limit + _MARGIN - 1
-            if len(encoding) > last + 1 and (is_local or encoding.word_ids[limit - 1] != encoding.word_ids[last]):
+            if len(encoding.ids) > last + 1 and (is_local or encoding.word_ids[limit - 1] != encoding.word_ids[last]):
                 encoding.truncate(limit)
                 return encoding
         size *= 4

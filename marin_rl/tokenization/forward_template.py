@@ -26,7 +26,7 @@ class _LooksAheadError(Exception):
 class _Forward:
     """Messages that are only iterated over, sliced from a start on, or indexed within the shortest prompt."""
 
-    def __init__(self, messages: Sequence[Any], start: int, shared: int, note: Callable[[int], None]):
+    def __init__(self, messages: Sequence[Any], start: int, shared: int, note: Callable[[int], object]):
         self._messages, self._start, self._shared, self._note = messages, start, shared, note
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,14 +85,13 @@ def is_append_only(tree: nodes.Template) -> bool:
     on later messages. The text after it reads no variable that the template sets.
     """
     messages = {"messages"}
-    assigned = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
-    for assign in assigned:
-        if _read_by(assign.node, messages):
-            messages.add(assign.target.name)
+    assigns = tree.find_all(nodes.Assign)
+    assigned = [(node.target.name, node.node) for node in assigns if isinstance(node.target, nodes.Name)]
+    messages |= {name for name, value in assigned if _read_by(value, messages)}
     loops = [node for node in tree.body if isinstance(node, nodes.For) and _read_by(node.iter, messages)]
     if len(loops) != 1 or loops[0].test or loops[0].else_ or any(tree.find_all(nodes.Block)):
         return False
-    readers = [loops[0].iter, *(assign.node for assign in assigned if assign.target.name in messages)]
+    readers = [loops[0].iter, *(value for name, value in assigned if name in messages)]
     readers += [node for node in tree.find_all(nodes.Getitem) if not isinstance(node.arg, nodes.Slice)]
     harmless = {id(_read_by(node, messages)) for node in readers}
     past = [node for node in tree.find_all(nodes.Getattr) if node.attr in _PAST]

@@ -24,6 +24,7 @@ from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.data.dataset import Batches, Data, describe, join_examples, read_examples
 from marin_rl.data.rows import Example
+from marin_rl.data.token_file import TOKENS, write_tokens
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.scoring import Scores
@@ -38,7 +39,7 @@ from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import collect_garbage
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.signals import interruptible
-from marin_rl.utils.storage import StoragePath
+from marin_rl.utils.storage import StoragePath, storage_path
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 SupervisedConfig = TypeVar("SupervisedConfig", bound=AbstractSupervisedConfig)
@@ -210,6 +211,8 @@ def open_supervised(
             files = compare_files(loaded, inputs, report, accept=accept_changes)
             report_resume(loaded, checkpoints, report)
         report(describe(data))
+        if data.digest and progress.step < (config.num_steps or 0) and multihost.is_main():
+            write_tokens(folder / TOKENS, data, data.digest)
         policy = None if loaded else parts.assemble(policy_of(state.model))
         run = SupervisedRun(
             config=config,
@@ -253,7 +256,8 @@ def score_examples(
 def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
     """Read and tokenize the data of a run; return the config with `num_steps`, and the data."""
     limits, tokenizer = (config.batch.max_length, config.batch.long_sequences), config.tokenizer.build()
-    data = read_examples(config.source, config.source_key, *limits, tokenizer, pairs=config.trains_on_pairs)
+    stored, pairs = storage_path(config.run_dir, "run_dir") / TOKENS, config.trains_on_pairs
+    data = read_examples(config.source, config.source_key, *limits, tokenizer, pairs=pairs, stored=stored)
     steps = Batches(data.train.examples, config.batch.size, config.seed).steps(config.epochs)
     return dataclasses.replace(config, num_steps=config.num_steps or steps), data
 

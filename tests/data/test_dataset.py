@@ -37,7 +37,8 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
 
 def read(path: str, batch: BatchConfig | None = None, **settings: Any) -> tuple[Encoded, Encoded]:
     batch = batch or BatchConfig()
-    return read_examples(DataConfig(path, **settings), "data", batch.max_length, batch.long_sequences, CHAT)
+    data = read_examples(DataConfig(path, **settings), "data", batch.max_length, batch.long_sequences, CHAT)
+    return data.train, data.held_out
 
 
 def contents(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
@@ -71,7 +72,9 @@ def test_held_out_rows_of_a_second_file(tmp_path: Path):
 def test_long_rows_are_refused_skipped_or_truncated(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [*ROWS[:2], {"prompt": "9+1=", "completion": "1" * 50}, ROWS[3]])
     length = len(read(path)[0].examples[2].input_ids)
-    with pytest.raises(ValueError, match=re.escape(f"a.jsonl:3: a sequence has {length} tokens, more than batch.max")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"a.jsonl:3: a sequence has at least {length} tokens, more than batch.max")
+    ):
         read(path, BatchConfig(max_length=20))
     skipped = read(path, BatchConfig(max_length=20, long_sequences="skip"))[0]  # pyrefly: ignore
     assert (skipped.skipped, skipped.truncated) == (1, 0)

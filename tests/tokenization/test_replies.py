@@ -1,0 +1,194 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Replies of finished conversations: exact tokens in every template, from as few renderings as it allows."""
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from marin_rl.tokenization.chat import ChatTokenizer, without_start
+from marin_rl.tokenization.chat_template import ChatTemplateError
+from marin_rl.tokenization.load import byte_tokenizer, plain_template
+from tests.tokenization.conftest import (
+    CHATML,
+    INSTRUCT,
+    THINKING,
+    chatml_tokenizer,
+    instruct_tokenizer,
+    llama_tokenizer,
+    phi_tokenizer,
+    prepending_tokenizer,
+)
+from tests.tokenization.tool_templates import LLAMA, QWEN3, SILENT, STRICT
+
+Sequences = list[tuple[tuple[int, ...], tuple[bool, ...]]]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def rendered_twice(chat: ChatTokenizer, messages: Sequence[dict], num_prompt: int) -> Sequences:
+    """The tokens of `encode_replies` from two complete renderings for each reply, as it was first written."""
+    end_token = (*chat._end_of_turn, *chat.stop_token_ids)[0]
+    replies = [index for index in range(num_prompt, len(messages)) if messages[index]["role"] == "assistant"]
+    ids = list(chat.prompt_tokens(messages[:num_prompt]))
+    mask, sequences = [False] * len(ids), []
+    for index, following in itertools.zip_longest(replies, replies[1:]):
+        mark = chat._mark(messages[index : index + 1])
+        content = without_start(messages[index]["content"], chat.reply_start(ids))
+        reply = [*chat._encoder.encode(chat._encoder.escape(content, mark), mark, continues=True)[0], end_token]
+        ids += reply
+        mask += [True] * len(reply)
+        if following is None:
+            break
+        observation, rewritten = observed_twice(chat, messages[: index + 1], ids, messages[index + 1 : following])
+        if rewritten:
+            sequences.append((tuple(ids), tuple(mask)))
+            ids, mask = [], []
+        ids += observation
+        mask += [False] * len(observation)
+    return [*sequences, (tuple(ids), tuple(mask))]
+
+
+def observed_twice(
+    chat: ChatTokenizer, history: Sequence[dict], sequence: Sequence[int], observation: Sequence[dict]
+) -> tuple[tuple[int, ...], bool]:
+    messages = [*history, *observation]
+    mark = chat._mark(messages)
+    before, after = chat._render(history[:-1], mark), chat._render(messages, mark)
+    reply = chat._encoder.escape(history[-1]["content"], mark)
+    prefix = before + reply
+    if not after.startswith(prefix):
+        sampled = chat.tokenizer.decode(chat._without_stop_tokens(sequence), clean_up_tokenization_spaces=False)
+        if sampled.endswith(" " + history[-1]["content"]):
+            prefix = f"{before} {reply}"
+    if after.startswith(prefix):
+        ids, _ = chat._encoder.encode(after[len(prefix) :], mark, continues=True)
+        if sequence[-1] not in chat.stop_token_ids:
+            return tuple(ids), False
+        if ids[:1] == [sequence[-1]]:
+            return tuple(ids[1:]), False
+    return tuple(chat._encoder.encode(after, mark)[0]), True
+
+
+TURN = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+LOOP = "{%- for message in messages %}%s{%- endfor %}" + PROMPT
+BEFORE_LAST_USER = (
+    "{%- for message in messages %}{%- if message.role == 'user' and loop.index0 + 2 >= messages | length %}"
+    "{{- 'tools: none\\n' }}{%- endif %}" + TURN + "{%- endfor %}" + PROMPT
+)
+
+ONE_RENDERING = {
+    "in the order of the loop": LOOP.replace("%s", TURN),
+    "first": LOOP.replace(
+        "%s", "{%- if loop.first and messages[0].role != 'system' %}{{- 'You help.' }}{%- endif %}" + TURN
+    ),
+    "index": LOOP.replace("%s", "{{- loop.index0 ~ ' ' ~ loop.index }}" + TURN),
+    "previous": LOOP.replace("%s", "{%- if loop.previtem %}{{- loop.previtem.role }}{%- endif %}" + TURN),
+    "state": "{%- set ns = namespace(n=0) %}" + LOOP.replace("%s", "{%- set ns.n = ns.n + 1 %}{{- ns.n }}" + TURN),
+    "slice": "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- set messages = messages[1:] %}{%- endif %}"
+    + LOOP.replace("%s", TURN),
+    "other name": "{%- set rest = messages %}" + LOOP.replace("in messages", "in rest").replace("%s", TURN),
+    "macro": "{%- macro turn(message) %}" + TURN + "{%- endmacro %}" + LOOP.replace("%s", "{{- turn(message) }}"),
+    "trim": LOOP.replace("%s", TURN.replace("message.content", "(message.content | trim)")),
+    "continue": LOOP.replace("%s", "{%- if message.role == 'tool' %}{%- continue %}{%- endif %}" + TURN),
+}
+"""Templates whose tokens one rendering must give."""
+
+SEVERAL_RENDERINGS = {
+    "last": LOOP.replace("%s", "{%- if loop.last %}{{- 'last ' }}{%- endif %}" + TURN),
+    "last by item": LOOP.replace("%s", "{%- if loop['last'] %}{{- 'last ' }}{%- endif %}" + TURN),
+    "next": LOOP.replace("%s", "{%- if loop.nextitem is defined %}{{- loop.nextitem.role }}{%- endif %}" + TURN),
+    "length of the loop": LOOP.replace("%s", "{{- loop.length }}" + TURN),
+    "distance": LOOP.replace("%s", "{{- loop.revindex }}" + TURN),
+    "number of messages": LOOP.replace("%s", "{{- messages | length }}" + TURN),
+    "last message": "{{- messages[-1].role }}" + LOOP.replace("%s", TURN),
+    "last message by filter": "{{- (messages | last).role }}" + LOOP.replace("%s", TURN),
+    "third message": "{%- if messages[2] %}{{- messages[2].content }}{%- endif %}" + LOOP.replace("%s", TURN),
+    "next by index": LOOP.replace("%s", "{%- if messages[loop.index0 + 1] %}{{- 'more ' }}{%- endif %}" + TURN),
+    "reversed": "{%- for message in messages | reverse %}{{- message.role }}{%- endfor %}" + LOOP.replace("%s", TURN),
+    "backwards": "{%- for message in messages[::-1] %}{{- message.role }}{%- endfor %}" + LOOP.replace("%s", TURN),
+    "but the last": "{%- for message in messages[:-1] %}{{- message.role }}{%- endfor %}" + LOOP.replace("%s", TURN),
+    "all roles": "{{- messages | map(attribute='role') | join }}" + LOOP.replace("%s", TURN),
+    "as a whole": "{%- set all = namespace(messages=messages) %}{{- all.messages | length }}"
+    + LOOP.replace("%s", TURN),
+    "with": "{%- with all = messages %}{{- all | length }}{%- endwith %}" + LOOP.replace("%s", TURN),
+    "argument": "{%- macro count(all) %}{{- all | length }}{%- endmacro %}{{- count(messages) }}"
+    + LOOP.replace("%s", TURN),
+    "state at the end": "{%- set ns = namespace(n=0) %}"
+    + LOOP.replace("%s", "{%- set ns.n = ns.n + 1 %}" + TURN)
+    + "{{- ns.n }}",
+    "variable at the end": "{%- set n = messages | length %}" + LOOP.replace("%s", TURN) + "{{- n }}",
+    "two loops": "{%- for message in messages %}{{- message.role }}{%- endfor %}" + LOOP.replace("%s", TURN),
+    "nested loops": LOOP.replace("%s", "{%- for other in messages %}{{- other.role }}{%- endfor %}" + TURN),
+    "filtered": LOOP.replace("in messages", "in messages if message.role != 'tool'").replace("%s", TURN),
+    "selected": LOOP.replace("in messages", "in messages | rejectattr('role', 'equalto', 'tool')").replace("%s", TURN),
+    "break": LOOP.replace("%s", TURN + "{%- if loop.index == 4 %}{%- break %}{%- endif %}"),
+    "set block": "{%- set text %}" + LOOP.replace("%s", TURN) + "{%- endset %}{{- text | replace('x', 'y') }}",
+    "in a condition": "{%- if true %}" + LOOP.replace("%s", TURN) + "{%- endif %}",
+    "truth": "{%- if messages %}" + LOOP.replace("%s", TURN) + "{%- endif %}",
+    "recursive": LOOP.replace("in messages", "in messages recursive").replace("%s", TURN),
+    "tools before the last question": BEFORE_LAST_USER,
+    "thoughts": THINKING,
+    "Qwen3": QWEN3,
+}
+"""Templates that look ahead, or that do so at first sight."""
+
+CHATS = {
+    **{name: ChatTokenizer(chatml_tokenizer(source)) for name, source in (ONE_RENDERING | SEVERAL_RENDERINGS).items()},
+    "bytes": ChatTokenizer(byte_tokenizer()),
+    "chatml": ChatTokenizer(chatml_tokenizer(CHATML)),
+    "llama": ChatTokenizer(llama_tokenizer(LLAMA)),
+    "silent": ChatTokenizer(chatml_tokenizer(SILENT)),
+    "strict": ChatTokenizer(chatml_tokenizer(STRICT)),
+    "phi": ChatTokenizer(phi_tokenizer()),
+    "instruct": ChatTokenizer(instruct_tokenizer()),
+    "prepending": ChatTokenizer(prepending_tokenizer()),
+}
+
+TEXTS = st.lists(
+    st.sampled_from(
+        ["x", " ", "\n", "the answer", "<think>", "</think>", "<|im_end|>", "<|im_start|>", "\U0010fffd", "é😀"]
+    ),
+    max_size=4,
+).map("".join)
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[list[dict], int]:
+    """A prompt, then replies with observations between them; the number of messages in the prompt."""
+    prompt = [message("system", draw(TEXTS))] if draw(st.booleans()) else []
+    prompt += [message("user", draw(TEXTS))]
+    if draw(st.booleans()):
+        prompt += [message("assistant", draw(TEXTS)), message(draw(st.sampled_from(["user", "tool"])), draw(TEXTS))]
+    messages = list(prompt)
+    for number in range(draw(st.integers(0, 4))):
+        if number:
+            roles = draw(st.sampled_from([("user",), ("tool",), ("tool", "tool"), ("user", "system")]))
+            messages += [message(role, draw(TEXTS)) for role in roles]
+        messages.append(message("assistant", draw(TEXTS)))
+    return messages, len(prompt)
+
+
+def outcome(encode, *arguments) -> object:
+    try:
+        return encode(*arguments)
+    except ChatTemplateError as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("name", CHATS)
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(episode=episodes())
+def test_tokens_are_those_of_two_renderings_for_each_reply(name: str, episode: tuple[list[dict], int]):
+    chat = CHATS[name]
+    assert outcome(chat.encode_replies, *episode) == outcome(rendered_twice, chat, *episode)
