@@ -89,7 +89,8 @@ def is_append_only(tree: nodes.Template) -> bool:
     assigned = [(node.target.name, node.node) for node in assigns if isinstance(node.target, nodes.Name)]
     messages |= {name for name, value in assigned if _read_by(value, messages)}
     loops = [node for node in tree.body if isinstance(node, nodes.For) and _read_by(node.iter, messages)]
-    if len(loops) != 1 or loops[0].test or loops[0].else_ or any(tree.find_all(nodes.Block)):
+    # The text of a recursive loop is written at its end.
+    if len(loops) != 1 or loops[0].recursive or loops[0].test or loops[0].else_ or any(tree.find_all(nodes.Block)):
         return False
     readers = [loops[0].iter, *(value for name, value in assigned if name in messages)]
     readers += [node for node in tree.find_all(nodes.Getitem) if not isinstance(node.arg, nodes.Slice)]

@@ -3,10 +3,11 @@
 
 """Replies of finished conversations: exact tokens in every template, from as few renderings as it allows."""
 
-import copy
 import itertools
+import re
 from collections.abc import Sequence
 
+import jinja2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.tokenization.chat import ChatTokenizer, without_start
 from marin_rl.tokenization.chat_template import ChatTemplateError
+from marin_rl.tokenization.forward_template import is_append_only
 from marin_rl.tokenization.load import byte_tokenizer, plain_template
 from tests.tokenization.conftest import (
     CHATML,
@@ -187,8 +189,146 @@ def outcome(encode, *arguments) -> object:
 
 
 @pytest.mark.parametrize("name", CHATS)
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(episode=episodes())
 def test_tokens_are_those_of_two_renderings_for_each_reply(name: str, episode: tuple[list[dict], int]):
     chat = CHATS[name]
     assert outcome(chat.encode_replies, *episode) == outcome(rendered_twice, chat, *episode)
+
+
+@pytest.mark.parametrize("name", [*ONE_RENDERING, "bytes", "chatml", "silent"])
+def test_common_templates_are_rendered_once(name: str):
+    source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", CHATS[name].tokenizer.chat_template)
+    tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    assert is_append_only(tree)
+
+
+# --- the start of a reply in the prompt ---
+
+STARTS = [
+    ("<think>\n", "<think>\n5", "5"),
+    ("<think>\n", "<think>5", "5"),
+    ("<think>", "<think>\n5", "\n5"),
+    ("<think>\n", "\n<think>\n\n5", "\n5"),
+    ("<think>\n", "  <think> 5", " 5"),
+    ("<think>\n\n", "<think>\n5", "5"),
+    ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n5", "5"),
+    ("<think>\n\n</think>\n\n", "<think></think>5", "5"),
+    ("<think>\n\n</think>\n\n", "<think>2 + 3</think>5", "<think>2 + 3</think>5"),
+    ("<|think|>", "<|think|>\n5", "\n5"),
+    ("[THINK]", " [THINK]5", "5"),
+    ("<reasoning>\n", "<reasoning>5", "5"),
+    ("<reasoning>\n", "<reasons>5", "<reasons>5"),
+    ("<seed:think>\n", "<seed:think>\n5", "5"),
+    ("Let me think.\n", "Let me think. 5", " 5"),
+    ("<think>\n", "5 <think>\n", "5 <think>\n"),
+    ("", "<think>\n5", "<think>\n5"),
+    ("\n", "\n5", "\n5"),
+]
+HEADERS = {
+    "in the history": ("<|im_start|>assistant\\n%s", "<|im_start|>assistant\\n"),
+    "in both": ("<|im_start|>assistant\\n%s", "<|im_start|>assistant\\n%s"),
+    "no header": ("%s", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("header", "start", "reply", "rest"),
+    # Text before a reply without a header is no part of the reply, unless it is a tag.
+    [(name, *case) for name in HEADERS for case in STARTS if name == "in the history" or case[0][:1] in ("<", "[")],
+)
+def test_a_tag_that_the_prompt_opens_is_not_repeated(header: str, start: str, reply: str, rest: str):
+    prompt, history = (part.replace("%s", start.replace("\n", "\\n")) for part in HEADERS[header])
+    source = (
+        "{%- for message in messages %}{%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + message.content }}"
+        "{%- else %}{{- '" + history + "' + message.content }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '" + prompt + "' }}{%- endif %}"
+    )
+    chat = ChatTokenizer(chatml_tokenizer(source))
+    [(ids, mask)] = chat.encode_replies([message("user", "2+3="), message("assistant", reply)], 1)
+    asked = chat.prompt_tokens([message("user", "2+3=")])
+    assert ids[: len(asked)] == asked
+    assert mask == (*[False] * len(asked), *[True] * (len(ids) - len(asked)))
+    sampled = chat.tokenizer(rest, add_special_tokens=False)["input_ids"]
+    assert list(ids[len(asked) :]) == [*sampled, chat.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    # The text that is rewarded is the whole turn.
+    assert chat.reply_start(asked).rstrip() == start.strip()
+
+
+# --- long texts ---
+
+
+def one_word(merges: Sequence[str], *, byte_level: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of byte-pair encoding that merges across spaces, as Llama's and Gemma's do."""
+    pieces = [*map(chr, range(32, 127)), "\u2581", *(merge.replace(" ", "") for merge in merges)]
+    model = models.BPE(
+        {"<unk>": 0, **{piece: index + 1 for index, piece in enumerate(dict.fromkeys(pieces))}},
+        [tuple(merge.split()) for merge in merges],
+        unk_token="<unk>",
+        fuse_unk=True,
+    )
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Replace("\u2581", " ")
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return with_plain_template(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+
+
+def unigram(**scores: float) -> PreTrainedTokenizerFast:
+    """A tokenizer whose choice of a word's first token depends on the word's end."""
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), *scores.items()], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return with_plain_template(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"))
+
+
+def with_plain_template(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = plain_template(tokenizer)
+    return tokenizer
+
+
+LONG = {
+    "bytes": ChatTokenizer(byte_tokenizer()),
+    "byte-level": CHATS["chatml"],
+    "spaces absorbed": CHATS["phi"],
+    "metaspace": CHATS["instruct"],
+    "prepending": CHATS["prepending"],
+    "one word": ChatTokenizer(
+        one_word(["a a", "aa aa", "aaaa aaaa", "a b", "b a", "\u2581 \u2581", "\u2581\u2581 \u2581\u2581"])
+    ),
+    "unigram": ChatTokenizer(unigram(ab=-1.0, ba=-0.9, a=-3.0, b=-3.0, **{"\u2581": -2.0})),
+}
+RUNS = st.tuples(
+    st.sampled_from(
+        ["a", "ab", " ", "\n", "the answer ", "é", "\u0301", "e\u0301\u0323", "<|end|> ", "</s>", "😀", "x1 "]
+    ),
+    st.integers(1, 3000),
+).map(lambda run: run[0] * run[1])
+
+
+@pytest.mark.parametrize("name", LONG)
+@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+@given(text=st.lists(RUNS, min_size=1, max_size=4).map("".join), limit=st.sampled_from([1, 2, 7, 40]))
+def test_the_first_tokens_of_a_cut_text_are_those_of_the_whole(name: str, text: str, limit: int):
+    chat = LONG[name]
+    assert chat.text_tokens(text, limit)[:limit] == chat.text_tokens(text)[:limit]
+    for messages in (
+        [message("user", "x"), message("assistant", text), message("user", text), message("assistant", "5")],
+        [message("user", text), message("assistant", "5")],
+    ):
+        whole, cut = chat.encode_replies(messages, 1), chat.encode_replies(messages, 1, limit)
+        assert [(ids[:limit], mask[:limit]) for ids, mask in cut] == [
+            (ids[:limit], mask[:limit]) for ids, mask in whole
+        ]
+        assert [len(ids) > limit for ids, _ in cut] == [len(ids) > limit for ids, _ in whole]
+        assert [any(mask) for _, mask in cut] == [any(mask) for _, mask in whole]
+
+
+def test_a_long_text_is_not_tokenized_whole():
+    text = "the answer " * 100_000
+    for chat in (LONG["bytes"], LONG["byte-level"], LONG["metaspace"], LONG["prepending"], LONG["one word"]):
+        assert len(chat.text_tokens(text, 10)) == 10
+        [(ids, mask)] = chat.encode_replies([message("user", "x"), message("assistant", text)], 1, 10)
+        assert len(ids) < 30
+        assert mask[-1]
