@@ -3,6 +3,7 @@
 
 """Sources of supervised data, their division, long rows, and the order of batches."""
 
+import dataclasses
 import gzip
 import json
 import re
@@ -17,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.config.supervised_config import BatchConfig
-from marin_rl.data.config import DataConfig
+from marin_rl.data.config import DataConfig, LongSequences
 from marin_rl.data.dataset import Batches, Encoded, join_examples, read_examples
+from marin_rl.data.rows import Example
+from marin_rl.data.token_file import Data, read_tokens, write_tokens
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 
@@ -145,3 +148,85 @@ def test_joined_examples_keep_tokens_and_masks(tmp_path: Path):
     assert batch.input_ids.tolist() == [token for example in examples for token in example.input_ids]
     assert np.array_equal(batch.loss_mask, np.concatenate([example.loss_mask for example in examples]))
     assert batch.lengths == tuple(example.lengths for example in examples)
+
+
+PAIRS = [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "0"} for number in range(9)]
+MESSAGES = [{"messages": [{"role": role, "content": str(n)} for role in ("user", "assistant")]} for n in range(9)]
+
+
+def stored_tokens(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, **settings: Any) -> tuple[Data, Data | None]:
+    """Tokenize rows with the file of an earlier start; the tokens, and those of the file if it is used."""
+    path, pairs = write(tmp_path / "a.jsonl", rows), settings.pop("pairs", False)
+    tokenizer, limit = settings.pop("tokenizer", CHAT), settings.pop("max_length", 1000)
+    arguments = DataConfig(path, **settings), "data", limit, LongSequences.TRUNCATE, tokenizer
+    with_file = read_examples(*arguments, pairs=pairs, stored=tmp_path / "tokens.arrow")
+    return read_examples(*arguments, pairs=pairs), None if with_file.digest else with_file
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"held_out": 0.3}, {"rows": MESSAGES}, {"rows": PAIRS, "pairs": True}, {"max_length": 8}, {"max_length": 7}],
+    ids=str,
+)
+def test_stored_tokens_are_those_of_the_rows(settings: dict[str, Any], tmp_path: Path):
+    data, found = stored_tokens(tmp_path, **settings)
+    assert found is None
+    assert data.digest is not None
+    write_tokens(tmp_path / "tokens.arrow", data, data.digest)
+    again, found = stored_tokens(tmp_path, **settings)
+    assert found is not None
+    assert again.digest == data.digest
+    for part, stored in zip(data[:2], found[:2], strict=True):
+        assert stored[1:] == part[1:]
+        for one, other in zip(part.examples, stored.examples, strict=True):
+            for field in dataclasses.fields(Example):
+                expected, value = getattr(one, field.name), getattr(other, field.name)
+                assert type(value) is type(expected)
+                np.testing.assert_array_equal(value, expected)
+                assert getattr(value, "dtype", None) == getattr(expected, "dtype", None)
+
+
+def other_template() -> ChatTokenizer:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("'<|end|>'", "' <|end|>'")
+    return ChatTokenizer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rows": [*ROWS[:-1], {"prompt": "29+1=", "completion": "31"}]},
+        {"rows": ROWS[:-1]},
+        {"rows": [*ROWS[1:], ROWS[0]]},
+        {"rows": [*ROWS[:-1], {**ROWS[-1], "tools": []}]},
+        {"held_out": 0.3},
+        {"max_length": 999},
+        {"tokenizer": ChatTokenizer(byte_tokenizer(), (97,))},
+        {"tokenizer": other_template()},
+    ],
+    ids=range(8),
+)
+def test_stored_tokens_of_other_rows_or_settings_are_not_used(settings: dict[str, Any], tmp_path: Path):
+    data, _ = stored_tokens(tmp_path)
+    assert data.digest is not None
+    write_tokens(tmp_path / "tokens.arrow", data, data.digest)
+    assert stored_tokens(tmp_path)[1] is not None
+    assert stored_tokens(tmp_path, **settings)[1] is None
+
+
+def test_damaged_stored_tokens_are_not_used(tmp_path: Path):
+    data, _ = stored_tokens(tmp_path)
+    assert data.digest is not None
+    file = tmp_path / "tokens.arrow"
+    write_tokens(file, data, data.digest)
+    content = file.read_bytes()
+    damaged = [content[:size] for size in (0, 1, 31, 32, 33, len(content) - 1)]
+    damaged += [content + b"\0", b"\0" * len(content)]
+    for place in range(0, len(content), 97):
+        damaged.append(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for part in damaged:
+        file.write_bytes(part)
+        assert read_tokens(file, data.digest) is None
+    file.unlink()
+    file.mkdir()
+    assert read_tokens(file, data.digest) is None

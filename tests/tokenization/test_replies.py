@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from marin_rl.tokenization.chat import ChatTokenizer, without_start
 from marin_rl.tokenization.chat_template import ChatTemplateError
@@ -20,7 +20,6 @@ from marin_rl.tokenization.forward_template import is_append_only
 from marin_rl.tokenization.load import byte_tokenizer, plain_template
 from tests.tokenization.conftest import (
     CHATML,
-    INSTRUCT,
     THINKING,
     chatml_tokenizer,
     instruct_tokenizer,
@@ -97,7 +96,7 @@ ONE_RENDERING = {
     "index": LOOP.replace("%s", "{{- loop.index0 ~ ' ' ~ loop.index }}" + TURN),
     "previous": LOOP.replace("%s", "{%- if loop.previtem %}{{- loop.previtem.role }}{%- endif %}" + TURN),
     "state": "{%- set ns = namespace(n=0) %}" + LOOP.replace("%s", "{%- set ns.n = ns.n + 1 %}{{- ns.n }}" + TURN),
-    "slice": "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- set messages = messages[1:] %}{%- endif %}"
+    "slice": "{%- if messages[0].role == 'system' %}{%- set messages = messages[1:] %}{%- endif %}"
     + LOOP.replace("%s", TURN),
     "other name": "{%- set rest = messages %}" + LOOP.replace("in messages", "in rest").replace("%s", TURN),
     "macro": "{%- macro turn(message) %}" + TURN + "{%- endmacro %}" + LOOP.replace("%s", "{{- turn(message) }}"),

@@ -19,6 +19,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from marin_rl import supervised_parts
+from marin_rl.data import dataset
 from marin_rl.export import ExportRunConfig, run_export
 from marin_rl.sft import main
 from marin_rl.training.earlier_run import load_policy, load_run, require_rl
@@ -105,7 +106,9 @@ def test_a_run_killed_within_an_epoch_equals_an_uninterrupted_one(finished: SftR
         )
     assert process.wait() == -signal.SIGKILL, (tmp_path / "output.txt").read_text()
     assert run.steps()[-1] == 3
-    assert run.train() == 0
+    # The rows were tokenized by the killed start.
+    with mock.patch.object(dataset, "encode_rows", side_effect=AssertionError):
+        assert run.train() == 0
     found, expected = outcome(run), outcome(finished)
     for part in ("records", "progress", "state", "hf"):
         assert found[part] == expected[part], part
