@@ -8,6 +8,7 @@ config.yaml     resolved config with all defaults
 metrics.jsonl   one JSON object per step
 rollouts/       sampled rollouts
 checkpoints/    training state for resuming
+tokens.arrow    tokenized rows of supervised training
 hf/             trained model in Hugging Face format
 log.txt         log messages
 curves.png      plots of reward, accuracy and other metrics
