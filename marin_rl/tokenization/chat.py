@@ -296,8 +296,8 @@ class ChatTokenizer:
             prefix = f"{before} {prefix[len(before) :]}"
             if not after.startswith(prefix) or not self._decode(sampled()).endswith(" " + reply):
                 return None
-        # The first token is that of the end of the turn.
-        room = None if limit is None else limit + 1
+        # The first token is that of the end of the turn; another one separates this reply from the next.
+        room = None if limit is None else limit + 2
         ids, _ = self._encoder.encode(after[len(prefix) :], mark, continues=True, limit=room)
         if last not in self.stop_token_ids:
             return ids
