@@ -19,6 +19,8 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.dataset import describe as describe_data
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.dataset import DatasetConfig
+from marin_rl.environments.row_columns import describe_unused
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
@@ -146,6 +148,9 @@ def dry_run(
             found.attempt(parts.check_sampler, vocab_size or tokenizer.vocab_size)
         if None not in (tokenizer, environment, config.model) and (reference := found.attempt(check_reference, parts)):
             found.line("reference model", reference)
+        for key, section in nested_sections(config.environment, "environment"):
+            if isinstance(section, DatasetConfig) and environment is not None and (unused := section.unused_columns()):
+                report(f"columns not used: {describe_unused(unused)} ({key})")
         if environment is None:
             found.attempt(_check_reward_files, config.environment, config.sandbox)
         else:
@@ -187,6 +192,8 @@ def dry_run_supervised(
         return found.problems
     config, data = read
     found.line("data", describe_data(data))
+    if data.train.unused:
+        report(f"columns not used: {describe_unused(data.train.unused)}")
     weights = config.initialize_from, config.model
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:
