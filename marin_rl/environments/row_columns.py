@@ -3,7 +3,7 @@
 
 """Rows of data, and columns that have a known meaning in other programs: they are applied, or refused."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ _KNOWN = {
 }
 REMEDIES = {column: remedy for columns, remedy in _KNOWN.items() for column in columns.split()}
 """What to do beside removing a column, for rows in which the column is not used but has an effect."""
+
+_NEUTRAL = {"token_type_ids": 0, **dict.fromkeys(_WEIGHTS.split(), 1)}
+"""Values without an effect, apart from empty ones."""
 
 
 class Row(NamedTuple):
@@ -72,34 +75,16 @@ def unused_columns(rows: Iterable[Row], used: Collection[str]) -> list[str]:
     return [name for name in held if name not in used]
 
 
-def describe_unused(columns: Sequence[str]) -> str:
-    """Describe columns in one line.
-
-    >>> describe_unused(["source", "id"]), describe_unused([f"c{index}" for index in range(30)])[-30:]
-    ('source, id', 'c16, c17, c18, c19 and 10 more')
-    """
-    more = f" and {len(columns) - _LISTED:,} more" if len(columns) > _LISTED else ""
-    return ", ".join(f"{name:.60}" for name in columns[:_LISTED]) + more
-
-
-_LISTED = 20
-"""Maximum number of columns in a line."""
-
-
 def _has_effect(name: str, value: Any) -> bool:
-    if name in _WEIGHTS.split():
-        values = value if isinstance(value, list) else [value]
-        return any(weight not in (None, 1) for weight in values)
     if name in _MARKS.split():
         # Other values are classes.
         return value is False
-    if name == "token_type_ids":
-        return not isinstance(value, list) or any(value)
-    return not _is_empty(value)
-
-
-def _is_empty(value: Any) -> bool:
-    """Return whether a value is null or empty, or consists of such values, as which Arrow stores an empty object."""
-    if isinstance(value, Mapping | list):
-        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
-    return value is None or value == ""
+    parts, neutral = [value], (None, "", _NEUTRAL.get(name))
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping | list):
+            # Arrow stores an empty object as one of nulls.
+            parts += part.values() if isinstance(part, Mapping) else part
+        elif part not in neutral:
+            return True
+    return False

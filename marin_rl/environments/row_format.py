@@ -15,15 +15,7 @@ from marin_rl.utils.errors import nearest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _PLACEHOLDER = "{prompt}"
-_SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+_SHAREGPT = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles by the `from` of messages with `from` and `value`."""
 _LOSS_FLAGS = ("train", "training", "trainable", "train_detail", "training_detail", "loss", "loss_mask", "loss_weight")
 _LOSS_FLAGS += ("mask", "masked", "has_loss", "compute_loss", "learn", "ignore_loss")

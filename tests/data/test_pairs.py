@@ -164,7 +164,7 @@ BAD = {
     "a role": ({"prompt": "1+1=", "chosen": [{"role": "gpt", "content": "2"}], "rejected": [WRONG]}, "the role 'gpt'"),
     "a sender": (
         {"prompt": "1+1=", "chosen": [{"from": "bing", "value": "2"}], "rejected": [WRONG]},
-        "column 'chosen', message 0 is from 'bing'; choose one of human",
+        "column 'chosen', message 0 is from 'bing'; choose one of",
     ),
     "a reply of weight 0": (
         {"prompt": "1+1=", "chosen": [{**RIGHT, "weight": 0}], "rejected": [WRONG]},

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from marin_rl.data.rows import Example, Form, encode_row, form_of
-from marin_rl.environments.row_columns import REMEDIES, Row, describe_unused, unused_columns
+from marin_rl.environments.row_columns import REMEDIES, Row, unused_columns
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.tokenization.conftest import CHATML as CHATML_TEMPLATE
@@ -209,10 +209,6 @@ def test_columns_with_a_known_meaning_are_not_ignored(form: Form):
         assert texts(encode({**row, column: value})) == texts(encode(row)), column
     rows = [Row({**row, "source": 1, "id": None}, "a"), Row({**row, "weight": 1, "id": 3}, "b")]
     assert unused_columns(rows, used) == ["source", "weight", "id"]
-
-
-def test_the_line_of_unused_columns_is_short():
-    assert len(describe_unused([character * 10**6 for character in "abcdefghijklmnopqrstuvwxyz"])) < 1500
 
 
 IDS = [5, 6, 7, 8, 9]
@@ -417,7 +413,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "all of weight 0": ({"messages": [USER, {**REPLY, "weight": 0}]}, "no token has loss"),
     "function_call": (
         {"conversations": [SHARED[0], {"from": "function_call", "value": "{}"}]},
-        "column 'conversations', message 1 is from 'function_call'; choose one of human",
+        "column 'conversations', message 1 is from 'function_call'; choose one of",
     ),
     "sender": ({"conversations": [{"from": 3, "value": "x"}]}, "column 'conversations', message 0 is from 3"),
     "no reply of gpt": ({"conversations": SHARED[:1]}, "column 'conversations' has no assistant message"),
