@@ -17,9 +17,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 _PLACEHOLDER = "{prompt}"
 _SHAREGPT = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles by the `from` of messages with `from` and `value`."""
-_LOSS_FLAGS = ("train", "training", "trainable", "train_detail", "training_detail", "loss", "loss_mask", "loss_weight")
-_LOSS_FLAGS += ("mask", "masked", "has_loss", "compute_loss", "learn", "ignore_loss")
-"""Keys that mark messages with or without loss in other programs, in different senses."""
+_LOSS_FLAGS = "train training trainable train_detail training_detail loss loss_mask loss_weight mask masked"
+"""Keys of other programs that mark messages with or without loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +88,7 @@ class RowFormat:
     @property
     def used_columns(self) -> set[str]:
         """Columns that are read, those of objects without the names of their members."""
-        named = (
-            self.prompt_column,
-            self.messages_column,
-            self.answer_column,
-            self.worked_answer_column,
-            self.id_column,
-        )
+        named = [value for name, value in vars(self).items() if name.endswith("_column")]
         return {*named, *(column.partition(".")[0] for column in named)}
 
     def _question(self, row: Row) -> tuple[str, tuple[Message, ...]]:
@@ -221,7 +214,11 @@ def parse_message(item: Any, where: str) -> Message:
         raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
     # In a dataset of structs every message has all keys, most of them null.
     if extra := [key for key, field in item.items() if key not in ("role", "content", "weight") and field is not None]:
-        remedy = "write weight: 0 for a reply without loss" if extra[0] in _LOSS_FLAGS else "move it into the content"
+        remedy = (
+            "write weight: 0 for a reply without loss"
+            if extra[0] in _LOSS_FLAGS.split()
+            else "move it into the content"
+        )
         raise ValueError(
             f"{where} has the key {extra[0]!r}, but only role, content and weight are supported; {remedy}, or remove it"
         )
