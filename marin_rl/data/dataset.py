@@ -17,8 +17,8 @@ from marin_rl.data.pairs import encode_pair
 from marin_rl.data.rows import ROW_FORMS, Example, Form, encode_row, form_of, make_example
 from marin_rl.data.token_file import Data, Encoded, digest_rows, read_tokens
 from marin_rl.environments.base import epoch_order
+from marin_rl.environments.row_columns import Row, unused_columns
 from marin_rl.environments.row_files import read_dataset, read_jsonl, read_parquet
-from marin_rl.environments.row_format import Row
 from marin_rl.environments.splits import Split, split_of
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.storage import StoragePath
@@ -34,7 +34,7 @@ def read_rows(config: DataConfig, key: str) -> tuple[list[Row], list[Row]]:
         key: its section in the config, for messages.
 
     Raises:
-        ValueError: if a source does not exist, cannot be read, or has no rows to train on or to hold out.
+        ValueError: if a source does not exist or cannot be read.
     """
     rows = list(_read(config, config.path, config.split, f"{key}.path"))
     if config.held_out_path is not None:
@@ -45,12 +45,22 @@ def read_rows(config: DataConfig, key: str) -> tuple[list[Row], list[Row]]:
         splits = [split_of(json.dumps(row.values, default=str), config.held_out, 0.0) for row in rows]
         held_out = [row for row, split in zip(rows, splits, strict=True) if split is Split.HELD_OUT]
         rows = [row for row, split in zip(rows, splits, strict=True) if split is Split.TRAIN]
+    return rows, held_out
+
+
+def _check_division(rows: Sequence[Row], held_out: Sequence[Row], config: DataConfig, key: str) -> None:
+    """Check that there are rows to train on, and to hold out."""
+    both = [*rows, *held_out]
+    if config.held_out and len(both) > 1 and all(row.values == both[0].values for row in both):
+        raise ValueError(
+            f"all {len(both):,} rows of {key} are identical, so {key}.held_out {config.held_out} cannot divide them; "
+            f"add other rows, or set {key}.held_out to 0"
+        )
     if not rows:
         share = f", with {key}.held_out {config.held_out}" if held_out else ""
         raise ValueError(f"{key}.path {config.path!r} has no rows to train on{share}")
     if not held_out and config.holds_out:
         raise ValueError(f"no row of {key} is held out; raise {key}.held_out, or correct the source of held-out rows")
-    return rows, held_out
 
 
 def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
@@ -86,15 +96,18 @@ def read_examples(
         stored: the file with the tokens of an earlier start; one of other rows or settings is not used.
 
     Raises:
-        ValueError: if a row is invalid, or no row fits; the message names the row.
+        ValueError: if a row is invalid, or no row fits, is left to train on or is held out; the message names the row.
     """
     forms = (Form.PAIR,) if pairs else ROW_FORMS
     parts = read_rows(config, key)
     digest = digest_rows(parts, tokenizer, max_length, long_sequences, forms)
     if stored is not None and (found := read_tokens(stored, digest)) is not None:
         return found
-    train, held_out = (encode_rows(part, tokenizer, max_length, long_sequences, forms) for part in parts)
-    data = Data(train, held_out, digest)
+    train, held_out = (encode_rows(rows, tokenizer, max_length, long_sequences, forms) for rows in parts)
+    # After the rows, whose own errors are more helpful.
+    _check_division(*parts, config, key)
+    unused = unused_columns(parts[0], form_of(parts[0][0], forms).used)
+    data = Data(train._replace(unused=tuple(unused)), held_out, digest)
     for rows, name in zip(data[:2], ("to train on", "held out"), strict=True):
         if rows.skipped and not rows.examples:
             raise ValueError(

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from marin_rl.data.rows import Example
-from marin_rl.environments.row_format import Row
+from marin_rl.environments.row_columns import Row
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.storage import StoragePath, write_bytes
 
@@ -37,6 +37,8 @@ class Encoded(NamedTuple):
     """Number of rows that were left out because they are too long."""
     truncated: int
     """Number of rows with a sequence that was cut."""
+    unused: tuple[str, ...] = ()
+    """Columns that are not used."""
 
 
 class Data(NamedTuple):
@@ -70,7 +72,7 @@ def write_tokens(path: StoragePath, data: Data, digest: str) -> None:
     parts = data.train, data.held_out
     examples = [example for part in parts for example in part.examples]
     columns = {field.name: [getattr(example, field.name) for example in examples] for field in _FIELDS}
-    counts = json.dumps([[len(part.examples), part.skipped, part.truncated] for part in parts])
+    counts = json.dumps([[len(part.examples), part.skipped, part.truncated, part.unused] for part in parts])
     table = pa.table({name: _to_arrow(values) for name, values in columns.items()}, metadata={"counts": counts})
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, table.schema) as writer:
@@ -91,8 +93,11 @@ def read_tokens(path: StoragePath, digest: str) -> Data | None:
     table = pa.ipc.open_stream(content).read_all()
     columns = [_from_arrow(table.column(field.name)) for field in _FIELDS]
     examples = [Example(*values) for values in zip(*columns, strict=True)]
-    (train, *of_train), (_, *of_held_out) = json.loads(table.schema.metadata[b"counts"])
-    return Data(Encoded(examples[:train], *of_train), Encoded(examples[train:], *of_held_out), digest=None)
+    found, start = list[Encoded](), 0
+    for size, skipped, truncated, unused in json.loads(table.schema.metadata[b"counts"]):
+        found.append(Encoded(examples[start : start + size], skipped, truncated, tuple(unused)))
+        start += size
+    return Data(found[0], found[1], digest=None)
 
 
 _FIELDS = dataclasses.fields(Example)

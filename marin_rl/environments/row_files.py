@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from marin_rl.environments.data_files import check_data_files
-from marin_rl.environments.row_format import Row
+from marin_rl.environments.row_columns import Row
 from marin_rl.utils.hub import DATASET, LFS_PROBLEM, check_source
 
 if TYPE_CHECKING:
@@ -72,11 +72,16 @@ def read_parquet(path: Path, name: str) -> Iterator[Row]:
     # Imported here because it takes time, and most runs have no such files.
     import pyarrow.parquet as pq
 
+    from marin_rl.environments.arrow_values import parse_json
+
     check_data_files(path)
     with pq.ParquetFile(path) as file:
+        types = file.schema_arrow
+        with_json = [column for column in types if "arrow.json" in str(column.type)]
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
         for index, values in enumerate(rows):
-            yield Row(values, f"{name}, row {index}")
+            parsed = {column.name: parse_json(values[column.name], column.type) for column in with_json}
+            yield Row({**values, **parsed}, f"{name}, row {index}", types)
 
 
 def describe_dataset(path: str, split: str) -> str:
@@ -97,8 +102,10 @@ def read_dataset(path: str, key: str, subset: str | None, split: str, revision: 
     Raises:
         ValueError: if the dataset or its split does not exist or cannot be loaded.
     """
-    for index, values in enumerate(_load(path, key, subset, split, revision)):
-        yield Row(cast(Mapping[str, Any], values), f"{describe_dataset(path, split)}, row {index}")
+    dataset = _load(path, key, subset, split, revision)
+    types = dataset.features.arrow_schema
+    for index, values in enumerate(dataset):
+        yield Row(cast(Mapping[str, Any], values), f"{describe_dataset(path, split)}, row {index}", types)
 
 
 def _load(path: str, key: str, subset: str | None, split: str, revision: str | None) -> "Dataset":

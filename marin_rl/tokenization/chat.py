@@ -137,14 +137,17 @@ class ChatTokenizer:
         return tuple(self._encoder.encode(self._render(messages, mark), mark)[0])
 
     def text_tokens(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Tokenize a text that is no conversation, with the special tokens in it and those that the tokenizer adds.
+        """Tokenize a text that is no conversation, with the special tokens in it but none that the tokenizer adds.
 
         Args:
             text: the text.
             max_tokens: number of tokens after which some may be left out; None for all tokens.
         """
         return encode_start(
-            lambda part: self.tokenizer(part).encodings[0], text, max_tokens, self._encoder.is_local
+            lambda part: self.tokenizer(part, add_special_tokens=False).encodings[0],
+            text,
+            max_tokens,
+            self._encoder.is_local,
         ).ids
 
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
