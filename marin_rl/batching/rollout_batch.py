@@ -233,8 +233,8 @@ def make_batch(
     """Make a batch from some of its arrays.
 
     Lengths are, per rollout, the number of tokens of each sequence. Turn ids are -1 for tokens without loss. `arrays`
-    are `input_ids` and other arrays of the batch. By default importance weights are 1 for tokens with loss, and the
-    other values 0.
+    are `input_ids` and other arrays of the batch. By default the loss mask and importance weights are 1 for tokens with
+    a turn id, and the other arrays are 0.
     """
     loss_mask = arrays.setdefault("loss_mask", turn_ids >= 0)
     arrays.setdefault("importance_weights", loss_mask.astype(np.float64))

@@ -117,9 +117,9 @@ def _is_named(leaf: object) -> bool:
 def copy_to_host(tree: object, *, donated: bool = True) -> dict[str, HostArray]:
     """Copy the shards that this process writes to the host.
 
-    Of equal shards on several devices, one is written. If the arrays may not be donated before the shards are written,
-    those in the memory of the host are not copied. The result has every array by path; one without a shard of this
-    process has none.
+    Of equal shards on several devices, one is written. With `donated`, the arrays may be donated before the shards are
+    written; otherwise those in the memory of the host are not copied. The result has every array by path; one without a
+    shard of this process has none.
     """
     arrays = named_arrays(tree)
     shards = {
