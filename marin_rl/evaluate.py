@@ -18,13 +18,9 @@ FLAGS = {"json": "Print one JSON object instead of lines."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, by default with the arguments of the process.
 
-    Args:
-        argv: arguments without the program name; None for `sys.argv`.
-
-    Returns:
-        Exit status: 0, 1 after an error, or 130 after an interrupt.
+    Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
     return run_command(_run, argv)
 

@@ -50,13 +50,9 @@ HELP = {"-h", "--help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, by default with the arguments of the process.
 
-    Args:
-        argv: arguments without the program's name; None for the arguments of the process.
-
-    Returns:
-        Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` that of the training.
+    Exit status: 0, 1 after an error, or 130 after an interrupt; of `local` that of the training.
     """
     return run_command(_run, argv)
 

@@ -108,10 +108,8 @@ class AbstractModelParts(abc.ABC):
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
         """Make a learner for batches in a layout.
 
-        Args:
-            layout: shape of a microbatch.
-            base: base of the adapter, or its shapes; None if whole models are trained.
-            teacher: teacher of an exact divergence, or its shapes; None without one.
+        `base` and `teacher` are models or their shapes. `base` is None if whole models are trained, `teacher` if the
+        loss has no exact divergence.
         """
 
     @functools.cached_property
@@ -203,10 +201,7 @@ class AbstractModelParts(abc.ABC):
         return None if self.config.lora is None else self.load_base(self.model)
 
     def load_base(self, model: LmConfig) -> LmHeadModel:
-        """Load the weights that the run's adapter changes.
-
-        Args:
-            model: architecture, with the attention kernel.
+        """Load the weights that the run's adapter changes. `model` is the architecture, with the attention kernel.
 
         Raises:
             PolicyModelError: if `initialize_from` cannot be loaded.
@@ -271,8 +266,7 @@ class AbstractModelParts(abc.ABC):
     def first_state(self, policy: LmHeadModel | Adapter) -> TrainerState:
         """Return the training state before the first update.
 
-        Args:
-            policy: the trained part of the first policy; its arrays become part of the state.
+        `policy` is the trained part of the first policy; its arrays become part of the state.
         """
         key = jax.random.PRNGKey(derive_seed(self.config.seed, "training") % 2**32)
         spec = self.policy_spec(self.assemble(policy).vocab_size)

@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, by default with the arguments of the process.
 
-    Args:
-        argv: arguments without the program's name; None for the arguments of the process.
-
-    Returns:
-        Exit status: 0, 1 after an error, or 130 after an interrupt.
+    Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
     return run_command(_run, argv)
 

@@ -142,13 +142,9 @@ def serve(config: ServeConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, by default with the arguments of the process.
 
-    Args:
-        argv: arguments without the program name; None for `sys.argv`.
-
-    Returns:
-        Exit status: 0 after SIGTERM or Ctrl-C, 1 after an error, 130 if it is interrupted while it loads.
+    Exit status: 0 after SIGTERM or Ctrl-C, 1 after an error, 130 if it is interrupted while it loads.
     """
     return run_command(_run, argv)
 

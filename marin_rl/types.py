@@ -46,9 +46,7 @@ Record = TypeVar("Record")
 def make_unchecked(kind: type[Record], **fields: Any) -> Record:
     """Make a frozen record from values that were checked before. The checks of many records take long.
 
-    Args:
-        kind: class of the record.
-        **fields: its fields; only fields with a default may be omitted. Names and values are not checked.
+    Only fields with a default may be omitted. Names and values are not checked.
     """
     record = object.__new__(kind)
     vars(record).update(fields)
@@ -75,9 +73,6 @@ def exact_sum(values: Collection[float]) -> float:
 
 def check_info(info: Info) -> None:
     """Check that free metadata consists of JSON values, so that it is stored and read back unchanged.
-
-    Args:
-        info: metadata by name.
 
     Raises:
         ValueError: if a value is not a JSON value; the message names the first such key.

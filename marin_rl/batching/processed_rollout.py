@@ -74,13 +74,8 @@ class ProcessedRollout:
 def process_rollout(rollout: Rollout, *, length: int, pad_token_id: int) -> ProcessedRollout:
     """Convert a sampled rollout to arrays with exactly the sampled tokens.
 
-    Args:
-        rollout: the rollout. A failed rollout keeps its finished turns.
-        length: positions per row.
-        pad_token_id: token id of the padding.
-
-    Returns:
-        The arrays, with one row per sequence. Reference log-probabilities and values are 0.
+    A failed rollout keeps its finished turns. There is one row of `length` positions per sequence. Reference
+    log-probabilities and values are 0.
 
     Raises:
         ValueError: if a sequence is longer than `length`; the message gives the rollout and both lengths.

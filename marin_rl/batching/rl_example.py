@@ -232,13 +232,7 @@ class PackedBatch:
     """Number of loss tokens."""
 
     def unpack(self, values: Shaped[np.ndarray, "microbatches rows tokens_per_row"]) -> Shaped[np.ndarray, " tokens"]:
-        """Gather per-token values from all rows of the microbatches.
-
-        Args:
-            values: the values of every position.
-
-        Returns:
-            The values of the tokens, in the order of the `RolloutBatch`.
+        """Gather per-token values from all positions of the microbatches, in the order of the `RolloutBatch`.
 
         Raises:
             ValueError: if the shape of the array differs from that of the microbatches.

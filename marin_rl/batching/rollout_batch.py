@@ -142,9 +142,7 @@ class RolloutBatch:
     ) -> Float64[np.ndarray, " tokens"]:
         """Return an array over tokens, 0 outside the loss mask, from the values of the action tokens of each rollout.
 
-        Args:
-            name: name of the values, for error messages.
-            per_rollout: one array per rollout, with one value per action token.
+        Errors name the values by `name`.
 
         Raises:
             ValueError: if there is not one value per action token; names the rollout.
@@ -199,10 +197,6 @@ def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int) -> RolloutBa
     Reference log-probabilities, values, advantages and returns are 0, and importance weights 1. A failed rollout keeps
     its finished turns.
 
-    Args:
-        rollouts: the rollouts.
-        max_length: maximum number of tokens of a sequence.
-
     Raises:
         ValueError: if a sequence is longer than `max_length`; the message gives the rollout and both lengths.
     """
@@ -238,11 +232,9 @@ def make_batch(
 ) -> RolloutBatch:
     """Make a batch from some of its arrays.
 
-    Args:
-        ids: id of each rollout.
-        lengths: per rollout, the number of tokens of each sequence.
-        turn_ids: turn of each token with loss, -1 for the others.
-        **arrays: `input_ids`, and other arrays of the batch. Importance weights are 1 by default, the others 0.
+    Lengths are, per rollout, the number of tokens of each sequence. Turn ids are -1 for tokens without loss. `arrays`
+    are `input_ids` and other arrays of the batch. By default the loss mask and importance weights are 1 for tokens with
+    a turn id, and the other arrays are 0.
     """
     loss_mask = arrays.setdefault("loss_mask", turn_ids >= 0)
     arrays.setdefault("importance_weights", loss_mask.astype(np.float64))
@@ -275,16 +267,7 @@ def batch_conversation(
     """Convert a conversation to a batch of one rollout, with loss on the assistant messages only.
 
     Assistant messages that do not fit completely into `max_length` are dropped, so no partial message is trained on.
-    Turn `k` is the k-th contiguous span of loss tokens.
-
-    Args:
-        messages: the conversation.
-        id: id of the resulting rollout.
-        max_length: maximum number of tokens.
-        tokenizer: chat tokenizer.
-
-    Returns:
-        The batch, or None if no assistant message fits.
+    Turn `k` is the k-th contiguous span of loss tokens. None if no assistant message fits.
     """
     return _batch_text(*tokenizer.encode_conversation(messages), id, max_length)
 
@@ -294,16 +277,9 @@ def batch_demonstration(
 ) -> RolloutBatch | None:
     """Convert a demonstration to an episode that sampled its replies, like `batch_conversation`.
 
-    If the template rewrites the history, the batch ends with the last reply before the rewrite.
-
-    Args:
-        messages: the messages of the task, then the replies with the observations that follow them.
-        task: the task, for the id of the rollout and the number of messages before the replies.
-        max_length: maximum number of tokens.
-        tokenizer: chat tokenizer.
-
-    Returns:
-        The batch, or None if no reply fits.
+    If the template rewrites the history, the batch ends with the last reply before the rewrite. `messages` are those of
+    the task, then the replies with the observations that follow them. The task gives the id of the rollout and the
+    number of messages before the replies. None if no reply fits.
     """
     token_ids, mask = tokenizer.encode_replies(messages, len(task.messages))[0]
     return _batch_text(token_ids, mask, task.id, max_length)

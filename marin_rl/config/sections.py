@@ -92,10 +92,7 @@ class AbstractRowConfig(ConfigSection, abc.ABC):
         """Return the default rows per microbatch on each device: about `TOKENS_PER_MICROBATCH` tokens.
 
         They are at most those of a step, and divide a step of full rows into microbatches of about equal size.
-
-        Args:
-            platform: `cpu`, `gpu` or `tpu`.
-            devices: number of data-parallel devices.
+        `platform` is `cpu`, `gpu` or `tpu`, and `devices` the number of data-parallel devices.
 
         >>> [RolloutConfig(max_length=96, packing=packing).rows_per_device("cpu") for packing in (True, False)]
         [6, 8]
@@ -204,12 +201,7 @@ class RolloutConfig(AbstractRowConfig):
         """Return the default rows with groups per microbatch on each device.
 
         They have at most `TOKENS_PER_MICROBATCH` tokens on an accelerator, whose memory is limited, and at least as
-        many on a CPU.
-
-        Args:
-            group: the row.
-            platform: `cpu`, `gpu` or `tpu`.
-            devices: number of data-parallel devices.
+        many on a CPU. `platform` is `cpu`, `gpu` or `tpu`, and `devices` the number of data-parallel devices.
 
         >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(31, 8, 64), "cpu")
         2

@@ -123,10 +123,7 @@ class WorkersConfig(ConfigSection):
     def run_problems(self, ray_address: str | None, param_dtype: DTypeLike, *, casts: bool) -> Iterator[str]:
         """Problems that prevent a run from providing these workers with hardware and weights.
 
-        Args:
-            ray_address: the run's setting.
-            param_dtype: type of the trainer's parameters.
-            casts: whether workers may receive weights in another type.
+        `casts` says whether workers may receive weights in another type than the trainer's parameters.
 
         Yields:
             Messages that name the keys.

@@ -124,11 +124,9 @@ class Coordinator:
             self._notify()
 
     async def take(self, acknowledged: Sequence[RequestNumber] = (), seconds: float = 0.0) -> TrainerUpdate:
-        """Return the finished groups.
+        """Return the finished groups; wait up to `seconds` for a change if there are none.
 
-        Args:
-            acknowledged: groups that the trainer has received; they are removed.
-            seconds: time to wait for a change if no group is finished.
+        The trainer has received the `acknowledged` groups, which are removed.
         """
         for number in acknowledged:
             self._finished.pop(number, None)
@@ -201,13 +199,10 @@ class Coordinator:
         return None if record is None else self._assign(record, version, room)
 
     def finish(self, worker: str, incarnation: str, number: RequestNumber, group: bytes) -> bool:
-        """Accept a finished group. The first result of a request counts, from any worker.
+        """Accept a finished group; return whether it counts. The first result of a request counts, from any worker.
 
         A group may arrive before its request: the trainer submits its requests again only after it has noticed that the
         coordinator was restarted.
-
-        Returns:
-            Whether this result counts.
         """
         record = self._register_call(worker, incarnation)
         senders = self._senders.setdefault(number, [])

@@ -42,10 +42,8 @@ class CoordinatorClient:
     ) -> None:
         """Make a client.
 
-        Args:
-            coordinator: the actor.
-            no_progress_timeout: seconds in which the coordinator may be down or paused.
-            workers: Ray reference to the result of each worker, by name; only for the trainer.
+        The coordinator may be down or paused for `no_progress_timeout` seconds. `workers`, only for the trainer, has
+        the Ray reference to the result of each worker, by name.
         """
         self._coordinator = coordinator
         self._no_progress_timeout = no_progress_timeout
@@ -68,12 +66,7 @@ class CoordinatorClient:
     ) -> Result: ...
 
     def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call a method of the coordinator and return its result.
-
-        Args:
-            method: the method, such as `Coordinator.heartbeat`.
-            *arguments: its arguments.
-            **named: its named arguments.
+        """Call a method of the coordinator, such as `Coordinator.heartbeat`, and return its result.
 
         Raises:
             RayLostError: if the coordinator does not answer within the timeout, or Ray has ended on this machine.

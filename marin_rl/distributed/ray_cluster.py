@@ -37,9 +37,7 @@ def ray_version(named: SliceName) -> str:
 def check_ray(mode: Mode, tpu_slice: str | None) -> None:
     """Check that Ray is installed, and knows the TPU slices of the workers; runs without workers need no Ray.
 
-    Args:
-        mode: mode of the run.
-        tpu_slice: `workers.tpu_slice`.
+    `tpu_slice` is `workers.tpu_slice`.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -63,8 +61,7 @@ def check_ray(mode: Mode, tpu_slice: str | None) -> None:
 def find_cluster(address: str) -> None:
     """Check that a cluster address accepts connections. Ray itself would retry for minutes and end the process.
 
-    Args:
-        address: `host:port`, or `auto`, which only Ray can resolve.
+    The address is `host:port`, or `auto`, which only Ray can resolve.
 
     Raises:
         NoClusterError: if the connection fails.
@@ -139,11 +136,8 @@ def check_worker_devices(
 def check_own_node(reserved: Mapping[str, float], platform: str, nodes: list[dict[str, Any]], own: str) -> None:
     """Check that Ray does not offer the TPU chips of the trainer's own host.
 
-    Args:
-        reserved: resources that Ray reserves for each worker.
-        platform: platform of the trainer's devices.
-        nodes: nodes of the cluster, from `ray.nodes()`.
-        own: id of the node of this process.
+    `reserved` are the resources of each worker, `nodes` is from `ray.nodes()`, and `own` is the id of the node of this
+    process.
 
     Raises:
         WorkerDevicesError: if it does.

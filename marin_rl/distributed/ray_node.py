@@ -52,10 +52,7 @@ class RayStartError(UserError):
 
 @contextlib.contextmanager
 def connected_to_local_node(num_cpus: int) -> Iterator[None]:
-    """Run a Ray node on this machine during the block, and connect to it.
-
-    Args:
-        num_cpus: number of CPUs that Ray may assign.
+    """Run a Ray node on this machine, with `num_cpus` CPUs to assign, during the block, and connect to it.
 
     Raises:
         RayStartError: if the node does not start.
@@ -105,13 +102,10 @@ _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 
 
 def connect(**settings: Any) -> None:
-    """Connect to a node, and keep the program's handler of SIGTERM.
+    """Connect to a node with these arguments of `ray.init`, and keep the program's handler of SIGTERM.
 
     Ray replaces it by one that exits the program, and by one of its libraries that aborts the process after 3 seconds,
     before a run has saved its last step.
-
-    Args:
-        **settings: arguments of `ray.init`.
     """
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -168,9 +162,8 @@ def _stop(node: "subprocess.Popen[str]") -> None:
 def serve(folder: Path, num_cpus: int) -> None:
     """Run a node until standard input ends.
 
-    Args:
-        folder: folder for Ray's sockets and logs, and for the address of the node; removed at the end.
-        num_cpus: number of CPUs that Ray may assign.
+    `folder` is for Ray's sockets and logs, and for the address of the node; removed at the end. Ray may assign
+    `num_cpus` CPUs.
     """
     # Ray would keep a record of each of the last 100,000 calls for its dashboard.
     unrecorded = {"task_events_report_interval_ms": 0}

@@ -169,11 +169,8 @@ def open_only_reserved(reserved: Mapping[str, float], environ: MutableMapping[st
     """Make jax open only the devices that Ray has reserved for this process; call it before jax opens any.
 
     Ray hides GPUs and TPU chips of others from a process that reserves some, but none from one that reserves none.
-    libtpu would wait for the other hosts of a slice, which have workers of their own.
-
-    Args:
-        reserved: the reserved resources.
-        environ: environment of this process.
+    libtpu would wait for the other hosts of a slice, which have workers of their own. `environ` is the environment of
+    this process.
     """
     if not {GPU, TPU} & reserved.keys():
         jax.config.update("jax_platforms", "cpu")

@@ -79,14 +79,7 @@ class ReplayBuffer:
         self._waiting[number] = WaitingGroup(number, group, self.max_uses, oldest_version(group))
 
     def expire(self, version: WeightVersion) -> list[WaitingGroup]:
-        """Remove the groups that are too old to update weights of this version.
-
-        Args:
-            version: version of the weights.
-
-        Returns:
-            The removed groups, in order.
-        """
+        """Remove and return, in order, the groups that are too old to update weights of this version."""
         stale = [item for item in self._in_order() if item.age(version) > self.max_staleness]
         for item in stale:
             del self._waiting[item.number]
@@ -118,12 +111,8 @@ class ReplayBuffer:
     def draw(self, mix: Mapping[str, int], version: WeightVersion) -> list[RolloutGroup]:
         """Draw the groups of a batch, the oldest requests of each environment first, in the order of their numbers.
 
-        Args:
-            mix: number of groups of each environment; fewer are drawn if there are not enough.
-            version: version of the weights to update; call `expire` first.
-
-        Returns:
-            The groups.
+        `mix` has the number of groups of each environment; fewer are drawn if there are not enough. Call `expire`
+        first, with the same version of the weights to update.
 
         Raises:
             ValueError: if a group is too old.
@@ -159,11 +148,7 @@ class ReplayBuffer:
         return join_parts([json.dumps(rows).encode(), *(encode_group(item.group) for item in waiting)])
 
     def load(self, content: bytes, file: object) -> None:
-        """Load an empty buffer.
-
-        Args:
-            content: as returned by `encode`.
-            file: path of the content, for error messages.
+        """Load an empty buffer with content from `encode`; errors name the file.
 
         Raises:
             ReplayFileError: if the content is not a saved buffer.

@@ -35,14 +35,10 @@ class RolloutSource(Protocol):
         ...
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> Sequence[FinishedGroup]:
-        """Wait until at least one group is finished.
+        """Wait until at least one group is finished; the groups are equal in all training processes.
 
-        Args:
-            timer: records the time by phase.
-            stop_requested: returns whether this process was asked to stop. Called about once a second.
-
-        Returns:
-            The finished groups, equal in all training processes.
+        `timer` records the time by phase. `stop_requested` returns whether this process was asked to stop, and is
+        called about once a second.
 
         Raises:
             StopRequestedError: in all training processes, if one of them was asked to stop.
@@ -52,9 +48,7 @@ class RolloutSource(Protocol):
     def publish(self, model: object, version: WeightVersion) -> None:
         """Use these weights for later groups, as soon as they have reached the samplers.
 
-        Args:
-            model: the policy, a tree of arrays that may be donated after this call.
-            version: number of training steps.
+        The model is a tree of arrays that may be donated after this call. `version` is the number of training steps.
         """
         ...
 
@@ -68,12 +62,7 @@ class RolloutSource(Protocol):
 
 
 def group_inputs(requests: Sequence[GroupRequest], seed: int) -> list[GroupInput]:
-    """Return the groups to run; their seeds do not depend on the worker or on the other groups.
-
-    Args:
-        requests: the requests.
-        seed: seed of the run.
-    """
+    """Return the groups to run; their seeds do not depend on the worker or on the other groups."""
     return [GroupInput(one.number.group_id, one.task, (seed, "train", *one.number)) for one in requests]
 
 
@@ -81,14 +70,7 @@ class LocalRollouts:
     """Runs groups with the sampler of each training process during `wait`."""
 
     def __init__(self, runner: RolloutRunner, *, group_size: int, temperature: float, seed: int) -> None:
-        """Start without requests.
-
-        Args:
-            runner: runs the rollouts; its sampler has the newest weights.
-            group_size: rollouts of a group.
-            temperature: sampling temperature.
-            seed: seed of the run.
-        """
+        """Start without requests, with a runner whose sampler has the newest weights."""
         self._runner = runner
         self._group_size = group_size
         self._temperature = temperature

@@ -72,12 +72,7 @@ class RolloutScheduler:
     """Requests groups and tracks the pending ones. A request is completed once."""
 
     def __init__(self, limits: StalenessLimits, state: Mapping[str, Any] | None = None) -> None:
-        """Make a scheduler.
-
-        Args:
-            limits: how far sampling may run ahead.
-            state: saved `state`; None for a new run.
-        """
+        """Make a scheduler from a saved `state`; None for a new run."""
         self.limits = limits
         self._next_index: dict[int, int] = {}
         self._replaced: dict[int, int] = {}
@@ -128,14 +123,8 @@ class RolloutScheduler:
     ) -> list[GroupRequest]:
         """Request as many groups as the limits allow: first tasks to retry, then new tasks.
 
-        Args:
-            version: version of the newest weights.
-            waiting_uses: remaining uses of all finished groups.
-            waiting_groups: number of finished groups.
-            draw: draws the given number of tasks.
-
-        Returns:
-            The new requests.
+        `version` is that of the newest weights. `waiting_uses` are the remaining uses of all `waiting_groups` finished
+        groups. `draw` returns the given number of tasks.
         """
         limits = self.limits
         for counts in (self._next_index, self._replaced, self._missing):
@@ -167,13 +156,8 @@ class RolloutScheduler:
     ) -> list[GroupRequest]:
         """Request a replacement for each dropped group, up to the limit per step.
 
-        Args:
-            dropped: numbers of completed requests; those of past steps count for the next step.
-            version: version of the newest weights.
-            draw: draws the given number of tasks.
-
-        Returns:
-            The new requests.
+        `dropped` are numbers of completed requests; those of past steps count for the next step. `version` is that of
+        the newest weights. `draw` returns the given number of tasks.
         """
         steps = []
         for step in sorted(max(number.step, version + 1) for number in dropped):

@@ -50,14 +50,8 @@ def run_worker(
 ) -> None:
     """Run a worker until the run ends. An error that ends it is logged and reported to the trainer.
 
-    Args:
-        config: config of the run.
-        inputs: checksums of the trainer's input files.
-        vocab_size: vocabulary size of the model.
-        base: fingerprint of the base of the trainer's adapter; empty without an adapter.
-        secret: the run's secret.
-        client: client of the coordinator.
-        name: name of the worker, unique in the run.
+    `inputs` are checksums of the trainer's input files. `base` is the fingerprint of the base of the trainer's adapter,
+    empty without an adapter. The worker's name is unique in the run.
     """
     try:
         _require_same_inputs(inputs, digest_inputs(config))
@@ -87,11 +81,7 @@ class RolloutWorker:
     def __init__(self, client: CoordinatorClient, name: str, policy: "WorkerPolicy", *, poll: float = 5.0) -> None:
         """Start without groups.
 
-        Args:
-            client: client of the coordinator.
-            name: name of the worker.
-            policy: runs the groups.
-            poll: seconds that one call to the coordinator may wait.
+        One call to the coordinator may wait for `poll` seconds. Names of workers are unique in the run.
         """
         self._client = client
         self._name = name
@@ -105,9 +95,8 @@ class RolloutWorker:
     def run(self, heartbeat_timeout: float) -> None:
         """Run groups until the run ends.
 
-        Args:
-            heartbeat_timeout: seconds without a call after which the coordinator drops a worker. Heartbeats are sent
-                four times as often.
+        The coordinator drops a worker after `heartbeat_timeout` seconds without a call. Heartbeats are sent four times
+        as often.
         """
         self._client.call(Coordinator.join, self._name, self._incarnation)
         with self._heartbeats(heartbeat_timeout / 4):
@@ -187,14 +176,10 @@ class WorkerPolicy:
     ) -> None:
         """Start devices, environment and reward functions, and load the base of an adapter.
 
-        The first `fetch` loads the weights, or those of the adapter.
-
-        Args:
-            config: config of the run.
-            vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
-            base: fingerprint of the base of the trainer's adapter; empty without an adapter.
-            secret: the run's secret.
-            announced: returns the newest weights; called while groups run with `workers.refresh: in_flight`.
+        The first `fetch` loads the weights, or those of the adapter. `vocab_size` is that of the model, which may be
+        larger than the tokenizer's. `base` is the fingerprint of the base of the trainer's adapter, empty without an
+        adapter. `announced` returns the newest weights; it is called while groups run with `workers.refresh:
+        in_flight`.
 
         Raises:
             OtherBaseError: if `initialize_from` has other weights here than in the trainer.
@@ -230,8 +215,7 @@ class WorkerPolicy:
     def fetch(self, addresses: Sequence[str]) -> bool:
         """Fetch the newest weights at these addresses, or use newer ones that are already being fetched.
 
-        Returns:
-            Whether the weights arrived. If not, they may be available to other workers, and the caller retries.
+        If they did not arrive (False), they may be available to other workers, and the caller retries.
 
         Raises:
             ServerLostError: if the first fetch fails, which indicates a configuration error; likewise the other errors
@@ -250,9 +234,7 @@ class WorkerPolicy:
     def run(self, requests: Sequence[GroupRequest], on_group_done: NextRequests) -> None:
         """Run groups concurrently, return each when it is finished, and start the next ones in its place.
 
-        Args:
-            requests: the first requests.
-            on_group_done: called in a separate thread with each finished group; returns the requests to start next.
+        `on_group_done` is called in a separate thread with each finished group; it returns the requests to start next.
         """
         config = self._parts.config
         assert self._sampler is not None, "call fetch first"
@@ -314,11 +296,7 @@ class WeightPrefetcher:
     """
 
     def __init__(self, fetch: Callable[[WeightVersion | None], Weights | None]) -> None:
-        """Start without a fetch.
-
-        Args:
-            fetch: returns newer weights than the given version, or None.
-        """
+        """Start without a fetch. `fetch` returns newer weights than the given version, or None."""
         self._fetch = fetch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="newer-weights")
         self._pending: Future[Weights | None] | None = None
@@ -326,11 +304,8 @@ class WeightPrefetcher:
     def poll(self, version: WeightVersion | None) -> Weights | None:
         """Return the result of the last fetch if it is done, and start the next one. Does not block.
 
-        Args:
-            version: version of the weights in use.
-
-        Returns:
-            Newer weights; None if none arrived and the next poll retries.
+        `version` is that of the weights in use. The result is None if no newer weights arrived, and the next poll
+        retries.
 
         Raises:
             Exception: an error that a retry cannot resolve.

@@ -229,12 +229,8 @@ def open_worker_pool(
 ) -> WorkerPool:
     """Start the weight server of this process, and, in the main process, the workers.
 
-    Args:
-        weights: weight transfer.
-        start_workers: starts the coordinator and workers with the run's secret.
-        counts: worker counts of the run so far.
-        no_progress_timeout: as for `WorkerPool`.
-        opened: closes everything that is started here.
+    `start_workers` starts the coordinator and workers with the run's secret. `counts` are worker counts of the run so
+    far, `no_progress_timeout` is as for `WorkerPool`. `opened` closes everything that is started here.
     """
     secret = multihost.on_main(make_secret)
     sender = open_sender(weights, secret, TrainingHost.current())

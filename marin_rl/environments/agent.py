@@ -326,10 +326,7 @@ async def _wait(event: asyncio.Event) -> None:
 
 
 def named_rewards(reward: object) -> dict[str, float]:
-    """Return the rewards that an agent gave, by component.
-
-    Args:
-        reward: a number, rewards by name, or None.
+    """Return the rewards that an agent gave, by component. `reward` is a number, rewards by name, or None.
 
     Raises:
         ValueError: if it is neither, or a name or reward is invalid.
@@ -343,14 +340,7 @@ def named_rewards(reward: object) -> dict[str, float]:
 
 
 def check_reward(name: object, value: object) -> float:
-    """Check a reward of an agent.
-
-    Args:
-        name: its component.
-        value: the reward.
-
-    Returns:
-        The reward as a float.
+    """Check a reward of an agent and the name of its component; return it as a float.
 
     Raises:
         ValueError: if the name cannot be part of a metric's name, or the reward is not a finite number.

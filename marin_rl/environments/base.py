@@ -164,11 +164,7 @@ class AbstractEnvironment(abc.ABC):
         """
 
     def stream(self, seed: int) -> TaskStream:
-        """Return the stream of training tasks; by default each task once per epoch.
-
-        Args:
-            seed: seed for all randomness of the stream.
-        """
+        """Return the stream of training tasks; by default each task once per epoch."""
         return EpochStream(self, seed)
 
     def can_demonstrate(self, task: Task) -> bool:
@@ -178,11 +174,8 @@ class AbstractEnvironment(abc.ABC):
     def demonstrate(self, task: Task) -> tuple[Message, ...]:
         """Return a conversation that solves a task, for a warm start to imitate; deterministic for each task.
 
-        Args:
-            task: the task. By default its worked answer is the only reply.
-
-        Returns:
-            The task's messages, then replies (role `assistant`) and observations.
+        By default the task's worked answer is the only reply. The result has the task's messages, then replies (role
+        `assistant`) and observations.
 
         Raises:
             ValueError: if the task has no demonstration.
@@ -194,11 +187,8 @@ class AbstractEnvironment(abc.ABC):
     def connect_sandbox(self, sandbox: Sandbox | None) -> bool:
         """Connect the environment to the sandbox, which is created after it; called once before any rollout.
 
-        Args:
-            sandbox: runs programs in isolation; None if there is none.
-
-        Returns:
-            Whether the environment runs programs of the policy, so that the sandbox must be started; False by default.
+        Returns whether the environment runs programs of the policy, so that the sandbox must be started; False by
+        default.
 
         Raises:
             NoSandboxError: if it runs programs and `sandbox` is None.
@@ -219,11 +209,7 @@ class AbstractSplitEnvironment(AbstractEnvironment):
         return self.splits[split]
 
     def require_own(self, task: Task, ids: Container[str] | None = None) -> None:
-        """Check that a task belongs to this environment.
-
-        Args:
-            task: the task.
-            ids: ids of the environment's tasks; None if any id is valid.
+        """Check that a task belongs to this environment, and its id to `ids` (None: any id is valid).
 
         Raises:
             ValueError: if it belongs to another environment, or its id is not one of `ids`.
@@ -270,11 +256,7 @@ class EnvironmentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Reward functions for its rollouts, in addition to the environment's rewards."""
 
     def reward_components(self, environment: AbstractEnvironment) -> Mapping[str, tuple[RewardComponentConfig, ...]]:
-        """Return the reward functions for rollouts by environment name.
-
-        Args:
-            environment: result of `build`.
-        """
+        """Return the reward functions for rollouts by environment name; `environment` is the result of `build`."""
         return {environment.name: self.rewards}
 
     @abc.abstractmethod
@@ -286,11 +268,7 @@ class EnvironmentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
         """
 
     def check_nested(self, inner: "EnvironmentConfig", key: str) -> None:
-        """Check that this environment can contain another.
-
-        Args:
-            inner: config of the other environment.
-            key: its key in this config, for the message.
+        """Check that this environment can contain another; the message names its `key` in this config.
 
         Raises:
             ValueError: if the level of `inner` is not below the level of this config.

@@ -147,11 +147,7 @@ class GameProcess:
         self._lifetime = lifetime
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the game and return its result.
-
-        Args:
-            method: name of the method.
-            **arguments: its arguments; JSON values.
+        """Call a method of the game, with JSON values as arguments, and return its result.
 
         Raises:
             GameError: if the method raised or the process ended.

@@ -160,14 +160,9 @@ class GameConfig(SplitConfig):
         return (Message(role="system", content=text),) if text else ()
 
     def split(self, openings: Iterable[Opening], source: str) -> tuple[TaskSplits, dict[str, Any]]:
-        """Make the tasks of games, and divide them.
+        """Make the tasks of games and divide them; also return `Opening.start` by task id.
 
-        Args:
-            openings: starts of the games, possibly with duplicates.
-            source: origin of the games, for messages.
-
-        Returns:
-            The tasks, and `Opening.start` by task id.
+        The openings may have duplicates. Messages name their origin, `source`.
 
         Raises:
             ValueError: if there are too few distinct games.
@@ -263,12 +258,7 @@ class AbstractGameEnvironment(AbstractSplitEnvironment):
 
     @abc.abstractmethod
     async def begin(self, start: Any, seed: int) -> Episode | AgentEpisode:
-        """Start a game.
-
-        Args:
-            start: the task's `Opening.start`.
-            seed: seed of the game's chance.
-        """
+        """Start a game from the task's `Opening.start`, with a seed for its chance."""
 
     def start_of(self, task: Task) -> Any:
         """Return the start of a task.
@@ -327,9 +317,7 @@ class ProcessGameEnvironment(AbstractGameEnvironment):
 async def find_action(reply: str, regex: str | None) -> str:
     r"""Return the action in a reply; empty if there is none, or if the search for it exceeds a limit.
 
-    Args:
-        reply: the reply; its thoughts are ignored.
-        regex: regular expression; group 1 of its last match is the action. None: the whole text.
+    Thoughts in the reply are ignored. Group 1 of the last match of `regex` is the action. None: the whole text.
 
     >>> asyncio.run(find_action("<think>north?</think> go east", None))
     'go east'

@@ -152,10 +152,7 @@ def reachable(table: Table, starts: Iterable[int]) -> list[int]:
 def fastest_plan(table: Table, starts: Iterable[int], wins: Callable[[int, float], bool]) -> Plan:
     """Compute the fastest plan by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
 
-    Args:
-        table: transition table of the game.
-        starts: initial states of the game.
-        wins: returns whether a finished game was won, given its last state and reward.
+    `wins` returns whether a finished game was won, given its last state and reward.
     """
     states = reachable(table, starts)
     values = dict.fromkeys(states, 0.0)
@@ -235,8 +232,7 @@ class Start:
     def begin(self, seed: int) -> tuple[Any, Any]:
         """Return a new game in its initial state and the first observation.
 
-        Args:
-            seed: seed for all randomness of a game with a transition table; other games use the seed of this record.
+        Games with a transition table take all randomness from `seed`; other games use the seed of this record.
         """
         prototype = self.prototype
         if not prototype.has_table:
@@ -252,11 +248,7 @@ class Start:
 def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: bool) -> Start:
     """Draw the initial state of a game.
 
-    Args:
-        id: name of the game in gymnasium.
-        options: options from the config.
-        seed: seed for map and initial state.
-        random_start: whether to draw from all states from which a win is reachable.
+    `id` is the name of the game in gymnasium. `random_start` draws from all states from which a win is reachable.
 
     Raises:
         ValueError: if gymnasium does not have the game, the options are invalid, or `random_start` is set for a game
@@ -301,11 +293,7 @@ def _arguments(id: str, options: Mapping[str, Any], seed: int) -> dict[str, Any]
 
 @functools.lru_cache(maxsize=4096)
 def make_prototype(id: str, arguments: str) -> Prototype:
-    """Construct a game, once per arguments.
-
-    Args:
-        id: name of the game in gymnasium.
-        arguments: constructor arguments as JSON.
+    """Construct the gymnasium game `id`, once per `arguments`, which are JSON.
 
     Raises:
         ValueError: if gymnasium does not have the game, the arguments are invalid, or its actions are not discrete.
@@ -320,11 +308,7 @@ def make_prototype(id: str, arguments: str) -> Prototype:
 
 
 def construct_game(id: str, arguments: Mapping[str, Any]) -> Any:
-    """Construct a gymnasium game, unwrapped.
-
-    Args:
-        id: name of the game.
-        arguments: constructor arguments.
+    """Construct the gymnasium game `id`, unwrapped.
 
     Raises:
         ValueError: if gymnasium does not have the game, or the arguments are invalid.

@@ -52,11 +52,7 @@ class RandomRewardConfig(EnvironmentConfig):
         return self.environment.build()
 
     def random_rewards(self, environment: AbstractEnvironment) -> "RandomRewards":
-        """Return the rewards of the training tasks.
-
-        Args:
-            environment: result of `build`.
-        """
+        """Return the rewards of the training tasks of an environment, the result of `build`."""
         trained = frozenset((task.environment, task.id) for task in environment.tasks(Split.TRAIN))
         return RandomRewards(self.probability, trained)
 
@@ -73,10 +69,8 @@ class RandomRewards:
     def draw(self, task: Task, seed: int, rollout_id: str) -> Mapping[str, float] | None:
         """Draw the reward of a rollout; None if the task keeps its true rewards.
 
-        Args:
-            task: the attempted task.
-            seed: start seed of the attempt, which depends on the seed of the run.
-            rollout_id: id of the rollout, so that attempts at a task have independent rewards.
+        `seed` is the start seed of the attempt, which depends on the seed of the run. Attempts at a task have
+        independent rewards, by `rollout_id`.
         """
         if (task.environment, task.id) not in self.trained:
             return None

@@ -81,10 +81,7 @@ def question_text(messages: Sequence[Message]) -> str:
 def split_of(problem: str, held_out: float, validation: float) -> Split:
     """Return the split of a problem, determined by the hash of its text on every machine and for every seed.
 
-    Args:
-        problem: complete text of the problem.
-        held_out: share of all problems that are held out, in [0, 1).
-        validation: share of all problems for validation, in [0, 1).
+    `problem` is the complete text. `held_out` and `validation` are shares of all problems, in [0, 1).
 
     >>> split_of("2+3=", 0.1, 0.1) is split_of("2+3=", 0.1, 0.1)
     True
@@ -111,14 +108,9 @@ def check_shares(held_out: float, validation: float) -> None:
 
 
 def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem]:
-    """Keep the first problem of each text, and log the number of removed duplicates.
+    """Keep the first problem of each text, with its number of copies, and log the number of removed duplicates.
 
-    Args:
-        problems: the problems, in order.
-        source: their origin, for messages.
-
-    Returns:
-        The distinct problems with their numbers of copies.
+    Messages name the origin of the problems, `source`.
 
     Raises:
         ValueError: if there are no problems, or two different problems share an id.
@@ -161,14 +153,8 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
 def split_problems(problems: Sequence[Problem], held_out: float, validation: float, source: str) -> TaskSplits:
     """Divide distinct problems by the hash of their texts.
 
-    Args:
-        problems: problems without duplicates.
-        held_out: share of held-out problems, in [0, 1).
-        validation: share of validation problems, in [0, 1).
-        source: their origin, for messages.
-
-    Returns:
-        The tasks of all three splits; a split is empty only if its share is 0.
+    `held_out` and `validation` are shares of all problems, in [0, 1). A split is empty only if its share is 0. Messages
+    name the origin of the problems, `source`.
 
     Raises:
         ValueError: if a split with a positive share would be empty.

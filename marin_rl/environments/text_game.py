@@ -124,11 +124,8 @@ class GymnasiumGame:
 def parse_action(text: str, board: Board, view: View, *, is_name: bool) -> int | None:
     """Return the number of the action in a text, or None.
 
-    Args:
-        text: a name or first letter of an action, case-insensitive, or a text that contains one.
-        board: has the names of the actions.
-        view: format of the names to search for.
-        is_name: whether the text is the name or letter. Otherwise the last name that is a separate word counts.
+    The board has the names of the actions, and `view` is the format of the names to search for. With `is_name`, the
+    text is a name or first letter, case-insensitive. Otherwise the last name that is a separate word counts.
     """
     if not is_name:
         alternatives = "|".join(map(re.escape, board.names(view)))

@@ -289,9 +289,7 @@ class ArenaGame:
     def start(self, start: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Play up to the policy's first move, which may be that of another seat in self-play; return the `Outcome`.
 
-        Args:
-            start: the `Opening.start`.
-            seed: seed of the chance after this move.
+        The seed is for the chance after this move.
         """
         shown = self._begin(start)
         self._seed(seed)
@@ -320,8 +318,7 @@ class ArenaGame:
     def step(self, action: str) -> dict[str, Any]:
         """Make a move of the policy, and those of the opponent up to the policy's next.
 
-        Returns:
-            The fields of an `Outcome`. The reward is 0 before the end, and `info` has the reason of the end.
+        Returns the fields of an `Outcome`. The reward is 0 before the end, and `info` has the reason of the end.
         """
         player = self._env.state.current_player_id
         done, _ = self._env.step(action)

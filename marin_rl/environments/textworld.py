@@ -141,9 +141,8 @@ class TextWorldGame:
     def prepare(path: str = "") -> None:
         """Import TextWorld, and fill the caches of its parsers.
 
-        Args:
-            path: file of a game with the same rules as the later games; if empty, a game is generated. Parsing the
-                rules takes four times as long as a game of ten commands.
+        `path` is a game with the same rules as the later games; if empty, a game is generated. Parsing the rules takes
+        four times as long as a game of ten commands.
         """
         import textworld.challenges
         import textworld.generator
@@ -160,11 +159,8 @@ class TextWorldGame:
     def open(self, config: Mapping[str, Any], folder: str, seed: int) -> dict[str, Any]:
         """Generate a game unless its file exists, and return the fields of its `Opening`.
 
-        Args:
-            config: some fields of `TextWorldConfig`. Only a readable game is compiled for the interpreter, which takes
-                seconds.
-            folder: folder of the game files; created if missing.
-            seed: seed of the game.
+        `config` has some fields of `TextWorldConfig`. Only a readable game is compiled for the interpreter, which takes
+        seconds. `folder` is created if missing.
         """
         is_compact = config["view"] == View.COMPACT
         path = Path(folder) / f"{seed}{'.json' if is_compact else '.z8'}"
@@ -182,11 +178,9 @@ class TextWorldGame:
         }
 
     def start(self, start: Mapping[str, Any], seed: int) -> None:
-        """Start a game from its file.
+        """Start a game from its file; `start` is its `Opening.start`.
 
-        Args:
-            start: its `Opening.start`.
-            seed: seed of the interpreter's chance; apart from it, the replies determine the game.
+        The seed is for the interpreter's chance; apart from it, the replies determine the game.
         """
         import textworld
 
@@ -201,8 +195,7 @@ class TextWorldGame:
     def step(self, action: str) -> dict[str, Any]:
         """Give a command to the game, unless it is not one of the game's verbs with plain words.
 
-        Returns:
-            The fields of an `Outcome`; the reward is the gain of points.
+        Returns the fields of an `Outcome`; the reward is the gain of points.
         """
         command = " ".join(action.lower().split()).removeprefix("> ").strip()
         accepted, points = self._accepts(command), 0.0
@@ -225,10 +218,7 @@ class TextWorldGame:
     def demonstrate(self, start: Mapping[str, Any], seed: int, detours: float) -> list[tuple[str, str]]:
         """Win a game; return each command and the observation after it, which is empty at the end.
 
-        Args:
-            start: the game.
-            seed: seed of the detours.
-            detours: probability of a random command after which the game can still be won.
+        `detours` is the probability of a random command after which the game can still be won.
         """
         self.start(start, 0)
         generator = random.Random(seed)

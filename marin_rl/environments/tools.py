@@ -91,10 +91,7 @@ class ToolCall:
 
 
 def parse_call(text: str) -> ToolCall:
-    """Parse a call.
-
-    Args:
-        text: JSON; the arguments may be named `parameters`, as in Llama's format.
+    """Parse a call in JSON; the arguments may be named `parameters`, as in Llama's format.
 
     Raises:
         ToolError: if it is not a JSON object with a name and arguments; the message names the error.
@@ -125,8 +122,7 @@ def _refuse_constant(name: str) -> float:
 def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
     """Return the system message that describes tools, with the exact text of the templates of Qwen and Hermes.
 
-    Args:
-        schemas: schemas of at least one tool, as `tool_schema` returns them.
+    The schemas are those of at least one tool, as `tool_schema` returns them.
     """
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
@@ -154,10 +150,8 @@ _TYPES = {
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Check that a call has all required arguments, no unknown ones, and the right types.
 
-    Args:
-        schema: schema of type `object`; `properties`, `required` and the `type` of each property, which may be a list
-            of types, are used.
-        arguments: arguments from the policy.
+    Of the schema, which has the type `object`, only `properties`, `required` and the `type` of each property are used;
+    a type may be a list of types.
 
     Raises:
         ToolError: for the first invalid argument.
@@ -300,10 +294,7 @@ Number = int | float
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression.
-
-    Args:
-        expression: numbers, brackets, `+ - * / // % **`, and `abs`, `max`, `min`, `round`, `sqrt`.
+    """Evaluate an expression. It has numbers, brackets, `+ - * / // % **`, and `abs`, `max`, `min`, `round`, `sqrt`.
 
     Returns:
         The value: integers exactly, other numbers to 15 digits.

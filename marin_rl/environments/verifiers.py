@@ -190,10 +190,7 @@ class VerifiersGame:
     def prepare(cls, env: str, client: str, folder: str) -> None:
         """Import verifiers and the taskset, create the environment, and load the tokenizer of a train client.
 
-        Args:
-            env: config of the environment, as JSON.
-            client: config of the client, as JSON.
-            folder: added to the module search path, unless it is empty.
+        Both configs are JSON. `folder` is added to the module search path, unless it is empty.
 
         Raises:
             ValueError: if the environment does not have exactly one agent, or repeats a failed attempt.
@@ -249,13 +246,8 @@ class VerifiersGame:
     def play(self, data: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         """Run an episode; SIGTERM cancels it, so that verifiers ends the programs and containers of its runtime.
 
-        Args:
-            data: data of the task.
-            base_url: address of the policy.
-            api_key: its key.
-
-        Returns:
-            `rewards` with their weights and `metrics` by name, and `info`.
+        `base_url` and `api_key` are those of the policy. Returns `rewards` with their weights and `metrics` by name,
+        and `info`.
 
         Raises:
             RuntimeError: if the episode failed; the message has verifiers' first error.

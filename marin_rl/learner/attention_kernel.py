@@ -77,11 +77,8 @@ class AttentionKernel:
         """Return whether a model can be trained on rows of a prompt and several answers.
 
         `attention_layers.py` computes their attention. GPT-2 has an attention module of its own; `splash` reads
-        only the segment ids of its mask. The windows of `splash` are distances in a row, and `pallas` has none.
-
-        Args:
-            model: the architecture.
-            group: parts of a row; None for rows without windows.
+        only the segment ids of its mask. The windows of `splash` are distances in a row, and `pallas` has none. `group`
+        is None for rows without windows.
 
         >>> splash = AttentionKernel(AttentionBackend.SPLASH)
         >>> [splash.supports_shared_prompts(model) for model in (None, Gpt2Config())]
@@ -97,14 +94,8 @@ class AttentionKernel:
         """Return the shortest supported places of a prompt and of an answer in rows that share prompts.
 
         XLA has all scores of an answer in memory, so without a kernel a sequence may have at most 1,024 positions. The
-        blocks of `splash` have at least half the largest size.
-
-        Args:
-            prompt: positions of the prompt, at least.
-            answer: positions of an answer, at least.
-
-        Returns:
-            The positions of both, or None if they are too many.
+        blocks of `splash` have at least half the largest size. Both have at least the given positions. None if they are
+        too many.
 
         >>> kernels = [AttentionKernel(AttentionBackend(name)) for name in ("jax_flash", "splash")]
         >>> [kernel.fit_group(500, 512) for kernel in [*kernels, AttentionKernel(GpuBackend.PALLAS)]]
@@ -131,10 +122,6 @@ class AttentionKernel:
         `splash` and `pallas` skip blocks of keys after all queries of a block. `pallas` also has the queries of the
         prompt for each answer, with zeros.
 
-        Args:
-            row_length: positions of the row.
-            group: its parts, if it has a shared prompt.
-
         >>> group = GroupRow(prompt_length=512, answers=8, answer_length=512)
         >>> kernels = [AttentionKernel(AttentionBackend(name)) for name in ("jax_flash", "splash")]
         >>> [kernel.attention_pairs(4608, group) / 2**17 for kernel in [*kernels, AttentionKernel(GpuBackend.PALLAS)]]
@@ -155,12 +142,8 @@ class AttentionKernel:
     def row_cost(self, row_length: int, hidden: int, group: GroupRow | None = None) -> float:
         """Return the cost of a row of R positions and P computed pairs of a query and a key: `R + P / (6 · hidden)`.
 
-        The second term is attention, relative to the flops of the linear layers of a transformer.
-
-        Args:
-            row_length: positions of the row.
-            hidden: hidden size of the model.
-            group: parts of the row, if it has a shared prompt.
+        The second term is attention, relative to the flops of the linear layers of a transformer. `hidden` is the
+        hidden size of the model.
 
         >>> AttentionKernel(AttentionBackend.JAX_FLASH).row_cost(600, hidden=100)
         1200.0

@@ -55,13 +55,9 @@ def context_shards() -> int:
 def with_attention_kernel(model: LmHeadModel, batch: TokenRows, *, interpret: bool = False) -> LmHeadModel:
     """Return the model with the attention modules that the rows of a batch need.
 
-    GPT-2 has an attention module of its own, which is not replaced; it applies the mask to all pairs of a row.
-
-    Args:
-        model: a model of scanned layers; its weights are not copied. Call this inside the function that is
-            differentiated.
-        batch: the rows.
-        interpret: whether to interpret the kernels of TPUs and GPUs, which works without one, slowly.
+    GPT-2 has an attention module of its own, which is not replaced; it applies the mask to all pairs of a row. The
+    layers of the model are scanned, and its weights are not copied. Call this inside the function that is
+    differentiated. `interpret` interprets the kernels of TPUs and GPUs, which works without one, slowly.
     """
     config = cast(Any, model).config
     longest = batch.input_ids.axis_size(POSITION) if batch.group is None else batch.group.longest
@@ -216,14 +212,8 @@ def _group_attention(
 ) -> Float[Array, "batch position kv_head group head_size"]:
     """Attend in rows with shared prompts.
 
-    Args:
-        query: queries; several heads share keys and values.
-        keys: keys, after rotary embedding.
-        values: values.
-        per_token: `prompt_segment_ids` of the rows: an answer has the id of its prompt, and only one sequence in each
-            part of a row has that id. Then positions in the sequences, if there is a window.
-        group: parts of a row.
-        attend: attention of a part.
+    `per_token` has the `prompt_segment_ids` of the rows: an answer has the id of its prompt, and only one sequence in
+    each part of a row has that id. Then positions in the sequences, if there is a window.
     """
 
     def split(array: Array) -> tuple[Array, Array]:

@@ -30,11 +30,7 @@ def fingerprint(model: LmHeadModel, trainer: AbstractTrainerConfig) -> str:
 
     Every element is mixed with its index, and the results are added modulo 2³². So the devices compute it where the
     weights are, and it does not depend on their sharding. It detects other weights, and is no protection from an
-    attacker.
-
-    Args:
-        model: the weights.
-        trainer: their mesh.
+    attacker. `trainer` has the mesh of the weights.
     """
     arrays = named_arrays(model)
     with trainer.use_device_mesh():
@@ -71,10 +67,8 @@ def _mix(word: Any) -> Any:
 def check_base(saved: str, found: str, source: str) -> None:
     """Check that the base is the one on which an adapter was trained.
 
-    Args:
-        saved: fingerprint in the checkpoint; empty if the checkpoint has no adapter.
-        found: fingerprint of the weights now.
-        source: `initialize_from`, for the message.
+    `saved` is the fingerprint in the checkpoint, empty if it has no adapter, and `found` that of the weights now.
+    `source` is `initialize_from`, for the message.
 
     Raises:
         OtherBaseError: if they differ.

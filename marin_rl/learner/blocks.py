@@ -115,14 +115,8 @@ def backpropagate(
 ) -> tuple[Float[Array, "shard token embed"], Float[Array, "embed vocab"]]:
     """Compute the gradient of `Σ_t cotangent_t · value_t` with respect to activations and head, block by block.
 
-    Args:
-        activations: inputs of the head; off the mask any value.
-        lm_head: the head.
-        mask: tokens with a value.
-        cotangents: factor of each value.
-        temperature: divides the logits.
-        block_size: tokens of a block.
-        slopes: computes the gradients of the values of a block with respect to the logits, from its activations.
+    Off `mask`, `activations` may have any value. `slopes` computes the gradients of the values of a block with respect
+    to the logits, from its activations. `temperature` divides the logits.
     """
     slots = masked_tokens(mask, block_size)
     scaled_cotangents = cotangents / temperature

@@ -34,9 +34,7 @@ class ActorCritic(eqx.Module):
     def values(self, batch: RlExample, policy_trunk: NamedArray) -> NamedArray:
         """Estimate the return before each action token is chosen: `V_t = w · h_{t-1} + b`.
 
-        Args:
-            batch: the tokens.
-            policy_trunk: `{batch, position, embed}`, activations `h` of the policy's trunk.
+        `policy_trunk` is `{batch, position, embed}`, the activations `h` of the policy's trunk.
 
         Returns:
             `{batch, position}` float32, aligned with the tokens; 0 off the loss mask.
@@ -56,9 +54,7 @@ def policy_of(model: Any) -> Any:
 def assemble(trained: Any, base: LmHeadModel | None) -> Any:
     """Return the model of trained weights, with the critic if there is one; usable inside and outside `jit`.
 
-    Args:
-        trained: a model or an `Adapter`, with or without a critic.
-        base: the model that an `Adapter` changes; its arrays become part of the result.
+    `base` is the model that an `Adapter` changes; its arrays become part of the result.
     """
     policy = policy_of(trained)
     if not isinstance(policy, Adapter):
@@ -69,12 +65,7 @@ def assemble(trained: Any, base: LmHeadModel | None) -> Any:
 
 
 def with_critic(config: CriticConfig, policy: LmHeadModel) -> ActorCritic:
-    """Add a critic to a policy. Its values are 0 until it is trained.
-
-    Args:
-        config: whether the critic shares the policy's trunk.
-        policy: its arrays become part of the result.
-    """
+    """Add a critic to a policy. Its values are 0 until it is trained. The policy's arrays become part of the result."""
     trunk = None
     if not config.shared_trunk:
         trunk = policy

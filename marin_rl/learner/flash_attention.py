@@ -97,17 +97,7 @@ def splash_attention(
     *,
     scale: float,
 ) -> Float[Array, "batch query kv_head group head_size"]:
-    """Attend with jax's splash attention.
-
-    Args:
-        kernel: from `splash_kernel`.
-        query: queries of one device.
-        keys: keys.
-        values: values.
-        query_segments: segment of each query.
-        segments: segment of each position.
-        scale: multiplies the scores before the cap.
-    """
+    """Attend with jax's splash attention. `scale` multiplies the scores before the soft cap of the kernel."""
     _, queries, _, _, size = query.shape
 
     def attend(query: Array, keys: Array, values: Array, of_queries: Array, of_keys: Array) -> Array:
@@ -132,15 +122,8 @@ def pallas_attention(
     """Attend with jax's Pallas kernel for GPUs (FlashAttention 2).
 
     `out_i = Σ_j softmax_j(scale · q_i · k_j) · v_j` over `j <= i` with `segment_j = segment_i`. Differentiable once, in
-    reverse mode. The kernel compares the segment ids of one tile of queries and keys at a time.
-
-    Args:
-        query: queries of the last positions.
-        keys: keys.
-        values: values.
-        segments: segment of each position.
-        scale: multiplies the scores.
-        interpret: whether to interpret the kernel, which works without a GPU, slowly.
+    reverse mode. The kernel compares the segment ids of one tile of queries and keys at a time. The queries are those
+    of the last positions. `interpret` interprets the kernel, which works without a GPU, slowly.
 
     Raises:
         ValueError: if the number of positions is not a multiple of 64.
@@ -193,15 +176,9 @@ def block_attention(
 ) -> Float[Array, "batch query kv_head group head_size"]:
     """Attend with XLA, one block of queries at a time, with scores in float32.
 
-    Args:
-        query: queries of consecutive positions.
-        keys: keys.
-        values: values.
-        segments: segment of each position.
-        first: position of the first query; None if the queries are those of the last positions.
-        scale: multiplies the scores before the cap.
-        soft_cap: scores are `c · tanh(score / c)` with this cap `c`; None for no cap.
-        window: last positions that a query attends to, its own included; None for all. No others are read by its block.
+    The first query has position `first`; None if the queries are those of the last positions. `scale` multiplies the
+    scores, which then become `c · tanh(score / c)` with the cap `soft_cap`, c; None for no cap. `window` is the number
+    of last positions that a query attends to, its own included; None for all. No others are read by its block.
     """
     if first is None:
         first = keys.shape[1] - query.shape[1]
@@ -240,15 +217,9 @@ def dense_attention(
 ) -> Float[Array, "batch query kv_head group head_size"]:
     """Attend with XLA, with all scores in memory, in float32.
 
-    Args:
-        query: queries of the last positions.
-        keys: keys.
-        values: values.
-        segments: segment of each position.
-        position_ids: positions in the sequences, which a window counts.
-        scale: multiplies the scores before the cap.
-        soft_cap: scores are `c · tanh(score / c)` with this cap `c`; None for no cap.
-        window: last positions of a sequence that a query attends to, its own included; None for all.
+    The queries are those of the last positions. `scale` multiplies the scores, which then become `c · tanh(score / c)`
+    with the cap `soft_cap`, c; None for no cap. `window` is the number of last positions of a sequence, as in
+    `position_ids`, that a query attends to, its own included; None for all.
     """
     first = keys.shape[1] - query.shape[1]
     causal = first + jnp.arange(query.shape[1])[:, None] >= jnp.arange(keys.shape[1])

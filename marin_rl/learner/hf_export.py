@@ -69,12 +69,9 @@ class DeviceWeights:
     """Weights on the devices of all processes."""
 
     def __init__(self, model: LmHeadModel, trainer: AbstractTrainerConfig, dtype: jnp.dtype | None = None) -> None:
-        """Convert nothing yet.
+        """Convert nothing yet. Adapters are merged, with their base in the precision of parameters.
 
-        Args:
-            model: the policy; adapters are merged, with their base in the precision of parameters.
-            trainer: mesh, axis mapping and parameter precision of the policy.
-            dtype: type of the tensors; None for that of the parameters.
+        `dtype` is the type of the tensors; None for that of the parameters.
         """
         model = eqx.filter(model, eqx.is_array)
 
@@ -115,10 +112,8 @@ class SavedWeights:
     def __init__(self, shape: LmHeadModel, saved: Checkpoint, dtype: jnp.dtype | None = None) -> None:
         """Compare the checksums of the files.
 
-        Args:
-            shape: shapes of the saved policy.
-            saved: a checkpoint with the arrays of the policy only, from `Checkpoint.part`.
-            dtype: type of the tensors; None for that of the parameters.
+        `shape` has the shapes of the saved policy, and `saved` only the arrays of the policy, from `Checkpoint.part`.
+        `dtype` is the type of the tensors; None for that of the parameters.
 
         Raises:
             DamagedCheckpointError: if a file is missing or altered.
@@ -230,10 +225,7 @@ def _layer_name(name: str) -> tuple[str, str]:
 def write_weights(parts: WeightParts, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write weights to safetensors files, with an index if there are several; collective over all processes.
 
-    Args:
-        parts: the weights.
-        folder: an existing folder; only the main process writes.
-        shard_bytes: size above which another file is begun.
+    Only the main process writes, to an existing folder. Above `shard_bytes`, another file is begun.
 
     Raises:
         OSError: in the main process, if a file cannot be written.
@@ -304,10 +296,7 @@ def take_rows(array: jax.Array, start: int, rows: int, sharding: NamedSharding) 
 def _write_file(path: Path, shapes: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write a safetensors file, with the bytes that `safetensors` writes for tensors of one type.
 
-    Args:
-        path: the file.
-        shapes: shape and dtype of each tensor, by name in order.
-        tensors: the tensors in the same order.
+    `tensors` are in the order of `shapes`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -67,10 +67,6 @@ def is_most_likely(
 def policy_activations(model: LmHeadModel, batch: TokenRows) -> NamedArray:
     """Run the model's trunk, without the head.
 
-    Args:
-        model: a language model; its head is not used.
-        batch: the tokens, their segments and their positions.
-
     Returns:
         `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` predicts
         token `t + 1`.

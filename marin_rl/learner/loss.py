@@ -64,15 +64,10 @@ class RlLoss:
     def __call__(
         self, model: Any, batch: RlExample, frozen: Frozen | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Compute loss and metrics of one microbatch.
+        """Compute a microbatch's part of the loss, and metrics with their reductions.
 
-        Args:
-            model: the trained weights, in compute precision.
-            batch: the rows of this microbatch.
-            frozen: the base of trained adapters, and the teacher of the stream `ref_kl`.
-
-        Returns:
-            The microbatch's part of the loss, and metrics with their reductions.
+        `model` has the trained weights in compute precision, `frozen` the base of trained adapters and the teacher of
+        the stream `ref_kl`.
         """
         model = assemble(model, None if frozen is None else frozen.base)
         policy_model = policy_of(model)
@@ -153,8 +148,7 @@ class RlLoss:
 def cross_entropy_loss(block_size: int) -> RlLoss:
     """Return the loss of supervised training: the stream `ce` alone, at temperature 1.
 
-    Args:
-        block_size: tokens per device with logits in memory at the same time.
+    At most `block_size` tokens per device have logits in memory at the same time.
     """
     return RlLoss(None, NoKlConfig(), temperature=1.0, block_size=block_size)
 
@@ -162,10 +156,9 @@ def cross_entropy_loss(block_size: int) -> RlLoss:
 def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Compute the published metrics of a step from those of [`RlLoss`][marin_rl.learner.loss.RlLoss].
 
-    Args:
-        updates: metrics of each update of the step, in order. Losses are averaged over updates, all other metrics over
-            all tokens. `objective/entropy` comes from the first update alone, which uses the weights before the step;
-            the metrics of log-ratios need the stream `rl`.
+    `updates` are in the order of the step. Losses are averaged over updates, all other metrics over all tokens.
+    `objective/entropy` comes from the first update alone, which uses the weights before the step; the metrics of
+    log-ratios need the stream `rl`.
     """
     # The parts of the loss add up over the microbatches of an update, and are averaged over the updates of a step.
     published = {

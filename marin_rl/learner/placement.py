@@ -24,9 +24,8 @@ T = TypeVar("T")
 def stack_microbatches(microbatches: Sequence[RlExample], capacity: int) -> RlExample:
     """Stack microbatches of one shape along a new first axis `microbatch`, on the host.
 
-    Args:
-        microbatches: at least one.
-        capacity: size of the new axis, doubled until all microbatches fit. The rest is zeros.
+    There is at least one microbatch. `capacity` is the size of the new axis, doubled until all microbatches fit; the
+    rest is zeros.
     """
     while capacity < len(microbatches):
         capacity *= 2
@@ -56,12 +55,9 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
 
 
 def place_batch(batch: RlExample, config: AbstractTrainerConfig, num_rows: int | None) -> RlExample:
-    """Put stacked microbatches on the mesh.
+    """Put stacked microbatches, `{microbatch, batch, position}` on the host, on the mesh.
 
-    Args:
-        batch: `{microbatch, batch, position}`, on the host.
-        config: mesh and axis mapping.
-        num_rows: number of rows of a microbatch if `batch` contains only those of this process; None if it has all.
+    `num_rows` is the number of rows of a microbatch if `batch` contains only those of this process; None if it has all.
 
     Raises:
         ValueError: if `batch` has another number of rows than this process feeds.

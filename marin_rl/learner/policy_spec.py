@@ -103,11 +103,7 @@ class PolicySpec:
         return attach
 
     def new_adapter(self, key: jax.Array) -> Adapter:
-        """Return an adapter that changes nothing yet, sharded like parameters; raises like `trained_policy`.
-
-        Args:
-            key: random key of the matrices A.
-        """
+        """Return an adapter that changes nothing yet, sharded like parameters; raises like `trained_policy`."""
         with self.trainer.use_device_mesh():
             return hax.named_jit(self._init_adapter, axis_resources=self.trainer.parameter_axis_mapping)(key)
 
@@ -123,8 +119,7 @@ class PolicySpec:
     def attach_critic(self, policy: LmHeadModel | Adapter) -> LmHeadModel | Adapter | ActorCritic:
         """Return the parameters to train: the policy's alone or with a new critic, sharded like the policy.
 
-        Args:
-            policy: its arrays become part of the result.
+        The policy's arrays become part of the result.
         """
         if self.critic is None:
             return policy
@@ -134,8 +129,7 @@ class PolicySpec:
     def place(self, tree: T) -> T:
         """Return parameters of this policy with their shardings.
 
-        Args:
-            tree: shapes of parameters, such as `trained_policy`, as a receiver of weights allocates it.
+        `tree` has shapes of parameters, such as `trained_policy`, as a receiver of weights allocates it.
 
         Raises:
             ShardingError: if the mesh does not divide an axis of the model.
@@ -184,9 +178,7 @@ class PolicySpec:
     def restore_state(self, checkpoint: Checkpoint, learner: Learner) -> TrainerState:
         """Load weights, optimizer state and random key, placed as after an update; raises like `restore_policy`.
 
-        Args:
-            checkpoint: checkpoint of the run.
-            learner: learner of the run, which defines the structure of the optimizer's state.
+        The learner defines the structure of the optimizer's state.
         """
         self.check_mesh()
         return learner.place(checkpoint.restore(learner.state_shape(self.trained), self.trainer))
@@ -202,12 +194,6 @@ def only_arrays(model: LmHeadModel) -> LmHeadModel:
 
 
 def with_config(policy: LmHeadModel, model: LmConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
-    """Return the same arrays as a model with other settings, such as the attention kernel of longer rows.
-
-    Args:
-        policy: the policy.
-        model: its architecture, with the other settings.
-        trainer: parameter precision.
-    """
+    """Return the same arrays as a model with other settings, such as the attention kernel of longer rows."""
     shape = PolicySpec(model, policy.vocab_size, trainer).policy
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(policy))

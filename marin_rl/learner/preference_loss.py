@@ -39,15 +39,10 @@ class PreferenceLoss:
     def __call__(
         self, model: Any, batch: RlExample, frozen: Frozen | None = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """Compute loss and metrics of one microbatch.
+        """Compute a microbatch's part of the loss, and metrics with their reductions, all means over pairs.
 
-        Args:
-            model: the trained weights, in compute precision.
-            batch: the rows of this microbatch, with all tokens of each of its pairs.
-            frozen: the base of trained adapters.
-
-        Returns:
-            The microbatch's part of the loss, and metrics with their reductions, all means over pairs.
+        The microbatch has all tokens of each of its pairs. `model` has the trained weights in compute precision,
+        `frozen` the base of trained adapters.
         """
         model = assemble(model, None if frozen is None else frozen.base)
         trunk = policy_activations(model, batch)

@@ -82,9 +82,7 @@ def _check_vocabulary(path: str, source: str) -> None:
 def tokenizer_of(source: str, key: str = "initialize_from") -> str:
     """Return the `tokenizer.path` of weights.
 
-    Args:
-        source: run directory, or a folder or hub name in Hugging Face format.
-        key: the setting with this value, for error messages.
+    `source` is a run directory, or a folder or hub name in Hugging Face format. Error messages name the setting `key`.
 
     Raises:
         TokenizerLoadError: if they have no tokenizer.
@@ -111,9 +109,7 @@ def is_hub_name(source: str, key: str = "initialize_from") -> bool:
 def hf_folder(source: str, key: str = "initialize_from") -> str:
     """Return the location of weights in Hugging Face format: `hf/` of a run directory, or `source` itself.
 
-    Args:
-        source: run directory, or a folder or hub name in Hugging Face format.
-        key: the setting with this value, for error messages.
+    Error messages name the setting `key`.
 
     Returns:
         A local folder or hub name. A folder in an object store is copied into the cache folder of the user.
@@ -183,16 +179,9 @@ def first_policy(
 def check_first_policy(
     initialize_from: str | None, model: LmConfig | None, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig
 ) -> int:
-    """Check that `first_policy` can create the initial policy, without using a device and without downloading weights.
+    """Check that `first_policy` can create the policy, without a device or a download; return its vocabulary size.
 
-    Args:
-        initialize_from: starting weights; None for random ones.
-        model: architecture; None for that of the starting weights.
-        tokenizer: tokenizer of the policy.
-        trainer: parameter precision.
-
-    Returns:
-        The vocabulary size of the policy.
+    `initialize_from` is None for random weights, `model` is None for the architecture of the starting weights.
 
     Raises:
         PolicyModelError: if `initialize_from` cannot be loaded, or does not fit `model` or the tokenizer.

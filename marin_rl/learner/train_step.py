@@ -138,9 +138,7 @@ class Learner:
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         """Create a training state with zeroed optimizer moments.
 
-        Args:
-            model: its arrays become part of the state; use the state's model from here on.
-            key: random key of the training state.
+        The model's arrays become part of the state; use the state's model from here on.
         """
         with self._compiling():
             return self.place(eqx.filter_jit(self._init)(model, key))
@@ -154,8 +152,7 @@ class Learner:
     def lower_initial_state(self, model: eqx.Module) -> jax.stages.Lowered:
         """Lower the program of `initial_state` without compiling it, for analysis of its memory and cost.
 
-        Args:
-            model: shapes and shardings of the parameters, as from `placed_shape`.
+        `model` has shapes and shardings of the parameters, as from `placed_shape`.
         """
         # filter_jit takes no shapes.
         arrays, rest = eqx.partition(model, has_shape)
@@ -232,9 +229,7 @@ class Learner:
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
         """Lower the program of an update without compiling it, for analysis of its memory and cost.
 
-        Args:
-            state: arrays, or shapes and shardings as from `placed_shape`.
-            microbatches: the batch; only its shapes are used.
+        The state has arrays, or shapes and shardings as from `placed_shape`. Of the microbatches only shapes are used.
         """
         mesh, mapping = self.trainer.device_mesh, self.trainer.compute_axis_mapping
         batch = placed_shape(stack_microbatches(microbatches, self._capacity), mesh, mapping)

@@ -39,12 +39,7 @@ class WeightReloader:
     ) -> None:
         """Import the user's function.
 
-        Args:
-            config: folder and function.
-            base_url: address of the server; passed to the function.
-            tokenizer: written with the weights.
-            trainer: mesh and axis mapping of the weights.
-            stop: stop texts, written with the weights.
+        The function gets `base_url`, the address of the server. Tokenizer and stop texts are written with the weights.
 
         Raises:
             UserFileError: if the function does not exist.
@@ -60,9 +55,7 @@ class WeightReloader:
     def __call__(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Write weights, and return when the server has loaded them.
 
-        Args:
-            model: the weights.
-            version: number of training steps. A version may be served again with other weights.
+        `version` is the number of training steps. A version may be served again with other weights.
 
         Raises:
             UserFileError: if the function raises.

@@ -16,9 +16,6 @@ def layer_windows(model: Any) -> Windows:
 
     Levanter's models ignore most of these settings, so that sampler and learner apply the windows. `mixtral` has none:
     levanter exports it without.
-
-    Args:
-        model: levanter's model config.
     """
     layers, window = range(model.num_layers), getattr(model, "sliding_window", None)
     # A subclass need not be registered.
@@ -48,12 +45,7 @@ def window_rope(model: Any) -> Any:
 
 
 def windows_within(model: Any, positions: int) -> Windows | None:
-    """Return the windows of a model that make a difference for sequences of some length; None if there are none.
-
-    Args:
-        model: levanter's model config.
-        positions: maximum positions in a sequence.
-    """
+    """Return the windows of a model that make a difference for sequences of some length; None if there are none."""
     windows = layer_windows(model)
     if window_rope(model) is None:
         windows = tuple(None if window is None or window >= positions else window for window in windows)

@@ -68,12 +68,8 @@ def _convert(hf_config: PretrainedConfig) -> LmConfig:
 def check_same_function(hf_config: PretrainedConfig, config: LmConfig, problem: str) -> None:
     """Raise an error if a levanter config computes another function than a Hugging Face config.
 
-    The levanter config is converted back and compared on every declared setting that affects the logits.
-
-    Args:
-        hf_config: config of the checkpoint.
-        config: config of the model that loads the checkpoint's weights.
-        problem: first part of the error message.
+    The levanter config is converted back and compared on every declared setting that affects the logits. `problem` is
+    the first part of the error message.
 
     Raises:
         PolicyModelError: if settings differ; the message names each one with both values.
@@ -266,10 +262,7 @@ _ROPE_CONFIGS: dict[str, Any] = {
 def check_model(config: LmConfig, *, max_length: int, section: str = "rollouts") -> None:
     """Raise an error for a model that the run cannot sample, train and export exactly.
 
-    Args:
-        config: the `model` section of a run.
-        max_length: longest sequence, in tokens.
-        section: section of the config with `max_length`.
+    `max_length` is the longest sequence, in tokens, a setting of the section `section`.
 
     Raises:
         PolicyModelError: if a setting is unsupported; the message names the setting and the remedy.

@@ -82,10 +82,7 @@ def canonical_scaling(
 ) -> dict[str, Any] | None:
     """Return `rope_scaling` with transformers' defaults filled in; None if there is no scaling.
 
-    Args:
-        scaling: the setting in a Hugging Face config.
-        model_type: architecture of the model.
-        max_position_embeddings: context of the model, tokens.
+    `max_position_embeddings` is the context of the model, in tokens.
 
     Raises:
         ValueError: if the scaling is not supported; the message names the setting and the remedy.

@@ -145,9 +145,7 @@ def _path_text(path: Any) -> str:
 def with_adapter(base: LmHeadModel, adapter: Adapter) -> LmHeadModel:
     """Return the model that an adapter makes of its base; its arrays are those of the base and of the adapter.
 
-    Args:
-        base: the model, or its shapes.
-        adapter: its paths are those of linear layers of `base`.
+    The adapter's paths are those of linear layers of the base, which may be shapes only.
     """
 
     def adapt(path: Any, node: Any) -> Any:
@@ -166,8 +164,7 @@ def has_adapter(model: object) -> bool:
 def merge_adapter(model: M) -> M:
     """Replace the adapted layers of a model by plain ones with the weight `W + scale · A B`.
 
-    Args:
-        model: any tree of modules; one without adapted layers is returned as it is.
+    A tree of modules without adapted layers is returned as it is.
     """
 
     def merge(node: Any) -> Any:

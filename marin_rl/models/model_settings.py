@@ -22,10 +22,7 @@ EXACT_WITH_CAP = ("vanilla", "splash", "pallas")
 
 
 def model_problems(model: Any) -> Iterator[str]:
-    """Problems of the `model` section of a run.
-
-    Args:
-        model: levanter's model config, or an object with the same settings.
+    """Problems of the `model` section of a run. The model is a levanter config, or an object with the same settings.
 
     Yields:
         Messages that name the setting and the remedy.
@@ -59,8 +56,7 @@ def _setting(model: Any, key: str) -> Any:
 def attention_problems(model: Any) -> Iterator[str]:
     """Problems of the attention settings of a model.
 
-    Args:
-        model: levanter's model config, or an object with the same settings; None if there are none.
+    The model is a levanter config, or an object with the same settings; None if there are none.
 
     Yields:
         Messages that name the setting and the remedy.
@@ -83,10 +79,7 @@ def attention_problems(model: Any) -> Iterator[str]:
 
 
 def rope_problems(rope: Any) -> Iterator[str]:
-    """Problems of the rotary settings of a model.
-
-    Args:
-        rope: levanter's config of rotary embeddings; None without them.
+    """Problems of the rotary settings of a model. `rope` is levanter's config; None without rotary embeddings.
 
     Yields:
         Messages that name the setting and the remedy.
@@ -116,10 +109,7 @@ def _gemma_problems(name: str, model: Any) -> Iterator[str]:
 def window_problem(model: Any, max_length: int, section: str = "rollouts") -> str | None:
     """Problem of a mixtral's attention window, which levanter does not export.
 
-    Args:
-        model: levanter's model config, or an object with the same settings.
-        max_length: longest sequence, in tokens.
-        section: section of the config with `max_length`.
+    `max_length` is the longest sequence, in tokens, and `section` the one that sets it.
     """
     if model.get_choice_name(type(model)) != "mixtral" or (model.sliding_window or max_length) >= max_length:
         return None

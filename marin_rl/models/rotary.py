@@ -124,10 +124,8 @@ class YarnRotary(RotaryEmbeddings):
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """Compute YaRN's attention factor for a config that does not set it.
 
-    Args:
-        factor: ratio of the extended context to the original one.
-        mscale: weight of `ln(factor)` in the numerator; used only together with `mscale_all_dim`.
-        mscale_all_dim: weight of `ln(factor)` in the denominator.
+    `factor` is the ratio of the extended context to the original one. `mscale` and `mscale_all_dim` are the weights of
+    `ln(factor)` in numerator and denominator; both are used or none.
     """
 
     def scale(weight: float) -> float:

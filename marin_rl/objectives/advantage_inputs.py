@@ -141,15 +141,7 @@ class AdvantageConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
 
 
 def uniform_advantages(inputs: AdvantageInputs, advantage: float) -> TokenAdvantages:
-    """Assign one advantage to every action token of a rollout, with zero value targets.
-
-    Args:
-        inputs: the rollout, which determines the number of action tokens.
-        advantage: A_i.
-
-    Returns:
-        Constant advantages and zero value targets, `[tokens]` each.
-    """
+    """Assign one advantage to every action token of a rollout, with zero value targets."""
     return TokenAdvantages(np.full(len(inputs.turn_ids), advantage, np.float64), np.zeros(len(inputs.turn_ids)))
 
 
@@ -165,12 +157,8 @@ def split(values: Shaped[np.ndarray, " values"], lengths: Sequence[int]) -> list
 def discounted_returns(rewards: Float[np.ndarray, " steps"], gamma: float) -> Float64[np.ndarray, " steps"]:
     """Compute the discounted return from each step, `G_t = r_t + γ·G_{t+1}`.
 
-    Args:
-        rewards: `[steps]`, the rewards of consecutive turns or action tokens; observations between them are not steps.
-        gamma: γ; a ValueError is raised unless it is in [0, 1].
-
-    Returns:
-        `[steps]`, G of each step.
+    `r_t` are the rewards of consecutive turns or action tokens; observations between them are not steps. A ValueError
+    is raised unless `gamma` is in [0, 1].
 
     >>> discounted_returns(np.array([0.0, 0.0, 1.0]), 0.95).round(6).tolist()
     [0.9025, 0.95, 1.0]
@@ -193,11 +181,7 @@ def returns_of_turns(
     """Compute the discounted return from each turn, where the last turn also gets the rest of the score.
 
     With γ = 1 each return is the exact sum, rounded once: rollouts that got equal rewards in another order are equal.
-
-    Args:
-        rewards: `[turns]`, reward of each turn.
-        rest: the part of the score that is not a reward of a turn.
-        gamma: γ, in [0, 1].
+    `rest` is the part of the score that is not a reward of a turn.
 
     Returns:
         `[turns]`, G of each turn.

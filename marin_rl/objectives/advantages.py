@@ -180,15 +180,11 @@ def reinforce_advantages(rewards: Sequence[float | None]) -> Float64[np.ndarray,
 
 
 def turn_returns(inputs: AdvantageInputs, gamma: float) -> Float64[np.ndarray, " turns"]:
-    """Compute the discounted return from each turn of a rollout, `G_t = Σ_{k≥t} γ^{k-t}·r_k`.
+    """Compute the discounted return from each turn of a scored rollout, `G_t = Σ_{k≥t} γ^{k-t}·r_k`, with γ in [0, 1].
 
     `r_k` is the reward of turn k minus the KL penalties of its action tokens. The part of the score that is not a turn
     reward (shaping) is added to the last turn, so with γ = 1 the return of the first turn is that of the rollout. The
     penalty of a rollout without loss (`masked_penalty`) is not part of it.
-
-    Args:
-        inputs: a rollout that has a score.
-        gamma: γ, in [0, 1], per turn.
 
     Returns:
         `[turns]`, G of each turn.

@@ -34,24 +34,11 @@ class AggregationConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def loss_weights(self, token_counts: TokenCounts) -> RolloutWeights:
-        """Compute the weight of the loss tokens of each rollout of the global batch: the loss is `Σ weights · terms`.
-
-        Args:
-            token_counts: number of loss tokens of each rollout.
-
-        Returns:
-            Weight of each loss token of a rollout.
-        """
+        """Compute the weight of each loss token of a rollout of the global batch: the loss is `Σ weights · terms`."""
 
 
 def token_mean_weights(token_counts: TokenCounts) -> RolloutWeights:
     """Compute weights for the mean over all loss tokens, `w_i = 1/Σ_j T_j`. Long rollouts weigh more.
-
-    Args:
-        token_counts: number of loss tokens of each rollout.
-
-    Returns:
-        Weight of each loss token of a rollout.
 
     >>> token_mean_weights(np.array([3, 1])).tolist()
     [0.25, 0.25]
@@ -74,12 +61,6 @@ class TokenMeanConfig(AggregationConfig):
 def sequence_mean_weights(token_counts: TokenCounts) -> RolloutWeights:
     """Compute weights for the mean over rollouts of the token mean, `w_i = 1/(N·T_i)`. All rollouts weigh the same.
 
-    Args:
-        token_counts: number of loss tokens of each rollout.
-
-    Returns:
-        Weight of each loss token of a rollout.
-
     >>> sequence_mean_weights(np.array([2, 1])).tolist()
     [0.25, 0.5]
 
@@ -100,12 +81,6 @@ class SequenceMeanConfig(AggregationConfig):
 
 def sequence_sum_weights(token_counts: TokenCounts) -> RolloutWeights:
     """Compute weights for the mean over rollouts of the token sum, `w_i = 1/N`: the unbiased policy gradient.
-
-    Args:
-        token_counts: number of loss tokens of each rollout.
-
-    Returns:
-        Weight of each loss token of a rollout.
 
     >>> sequence_sum_weights(np.array([2, 1])).tolist()
     [0.5, 0.5]
@@ -128,12 +103,7 @@ class SequenceSumConfig(AggregationConfig):
 def constant_weights(token_counts: TokenCounts, length: int) -> RolloutWeights:
     """Compute weights for the token sum divided by a constant length, `w_i = 1/(N·L)`.
 
-    Args:
-        token_counts: number of loss tokens of each rollout.
-        length: L, in tokens; at least 1.
-
-    Returns:
-        Weight of each loss token of a rollout.
+    L is `length`, in tokens, at least 1.
 
     >>> constant_weights(np.array([2, 1]), length=4).tolist()
     [0.125, 0.125]

@@ -33,12 +33,7 @@ def distillation_advantages(
 
     With the policy term `-A_t · log π_t`, the expected gradient on replies of π is that of
     `c · Σ_t KL(π(·|s_t) ‖ π_T(·|s_t))` at the sampled states s_t, which are not differentiated. The log-ratio is
-    clamped to ±20 nats.
-
-    Args:
-        policy_logprobs: log π_old (nats) of each sampled token.
-        teacher_logprobs: log π_T (nats) of the same tokens.
-        coefficient: c, above 0.
+    clamped to ±20 nats. `coefficient` c is above 0; log-probabilities are in nats.
 
     Returns:
         A_t: positive for tokens that the teacher prefers. Exactly 0 if both log-probabilities are equal.

@@ -45,9 +45,6 @@ def token_rewards(
         turn_rewards: `[turns]`, reward of each turn; 0 for a turn without one.
         turn_ids: `[tokens]`, turn of each action token, non-decreasing.
 
-    Returns:
-        `[tokens]`, the reward of each action token.
-
     >>> token_rewards(5.0, np.array([0.5, 0.0, -0.25]), np.array([5.0]), np.zeros(3, np.int32)).tolist()
     [-0.5, 0.0, 5.25]
     >>> token_rewards(5.0, np.zeros(3), np.array([1.0, 3.0]), np.array([0, 1, 1], np.int32)).tolist()
@@ -69,16 +66,8 @@ def gae_advantages(
     """Compute generalised advantages, `A_t = δ_t + γλ·A_{t+1}`, with `δ_t = r_t + γ·V_{t+1} - V_t`.
 
     V and A are 0 after the end. The recursion runs over action tokens only: the successor of the last action token of a
-    turn is the first action token of the next turn, so observation tokens between turns are not discounted.
-
-    Args:
-        rewards: `[tokens]`, reward of each action token.
-        values: `[tokens]`, V of the state in which each action token was sampled.
-        gamma: γ, in [0, 1].
-        lam: λ, in [0, 1].
-
-    Returns:
-        `[tokens]`, A of each action token.
+    turn is the first action token of the next turn, so observation tokens between turns are not discounted. V_t is the
+    value of the state in which action token t was sampled. γ and λ are in [0, 1].
 
     >>> gae_advantages(np.array([0.0, 0.0, 5.0]), np.array([1.0, 2.0, 3.0]), gamma=1.0, lam=0.0).tolist()
     [1.0, 1.0, 2.0]

@@ -158,9 +158,6 @@ def mismatch_metrics(statistics: LogRatioStatistics, log_weights: LogWeights | N
         statistics: statistics of the raw importance weights under the parameters before the step: those of the first
             update of the step, or `log_weight_statistics` if there is a correction.
         log_weights: log w of the action tokens, if a correction uses them; adds `mismatch/weight_max`.
-
-    Returns:
-        The metrics by name.
     """
     metrics = {
         "mismatch/logprob_difference_mean": float(statistics.mean_absolute),
@@ -207,11 +204,7 @@ class NoCorrectionConfig(OffPolicyCorrectionConfig):
 
 
 def tis_weights(log_weights: LogWeights, cap: float) -> Weights:
-    """Compute token-level truncated importance weights, `min(w_t, C)`.
-
-    Args:
-        log_weights: log w of the action tokens.
-        cap: C, above 0.
+    """Compute token-level truncated importance weights, `min(w_t, C)`. C is `cap`, above 0.
 
     >>> tis_weights(np.log(np.array([0.5, 1.0, 4.0])), cap=2.0).tolist()
     [0.5, 1.0, 2.0]
@@ -239,10 +232,7 @@ class TisConfig(OffPolicyCorrectionConfig):
 def mask_weights(log_weights: LogWeights, lengths: Sequence[int], cap: float) -> Weights:
     """Mask rollouts that are much more probable under the learner than under the sampler, `1[exp(Σ_t log w_t) ≤ C]`.
 
-    Args:
-        log_weights: log w of the action tokens of all rollouts.
-        lengths: number of action tokens of each rollout.
-        cap: C, above 0.
+    C is `cap`, above 0. `lengths` are the numbers of action tokens of each rollout.
 
     Returns:
         1 for all tokens of a rollout, or 0 for all.
@@ -274,12 +264,8 @@ class MaskMismatchConfig(OffPolicyCorrectionConfig):
 def icepop_weights(log_weights: LogWeights, low: float, high: float) -> Weights:
     """Keep token weights within bounds and mask all other tokens: `w_t` if `lo ≤ w_t ≤ hi`, else 0.
 
-    The denominators of the loss do not change: a token of weight 0 is still counted.
-
-    Args:
-        log_weights: log w of the action tokens.
-        low: lo, in (0, 1].
-        high: hi, at least 1.
+    The denominators of the loss do not change: a token of weight 0 is still counted. `lo` is in (0, 1], and `hi` at
+    least 1.
 
     >>> icepop_weights(np.log(np.array([0.25, 0.5, 4.0, 8.0])), low=0.5, high=5.0).tolist()
     [0.0, 0.5, 4.0, 0.0]

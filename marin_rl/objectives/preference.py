@@ -95,12 +95,8 @@ def preference_loss(
 ) -> Float[Array, "*shape"]:
     """Compute the loss of each pair, `-(1 - ε) log σ(β·m) - ε log σ(-β·m)`.
 
-    It is log 2 where policy and reference are equal, and its gradient raises the margin, up to `log((1 - ε)/ε)/β`.
-
-    Args:
-        margins: m, of `pair_sums`.
-        beta: β, above 0.
-        label_smoothing: ε, in [0, 0.5).
+    It is log 2 where policy and reference are equal, and its gradient raises the margin, up to `log((1 - ε)/ε)/β`. m is
+    a margin of `pair_sums`, β is above 0, and ε, the label smoothing, in [0, 0.5).
 
     >>> preference_loss(jnp.array([0.0, 200.0, -2e4]), beta=0.5).round().tolist()
     [1.0, 0.0, 10000.0]
@@ -119,10 +115,6 @@ def preference_metrics(
     """Return the loss and the metrics of each pair, by name.
 
     The *reward* of an answer is `β · Σ_t (log π_t - log π_ref,t)`, also if the margin of the loss is of means.
-
-    Args:
-        pairs: sums over the tokens of each pair.
-        config: β and ε.
 
     Source: Rafailov et al. 2023, arXiv 2305.18290, section 5; names and definitions of TRL's `DPOTrainer`.
     """

@@ -95,9 +95,6 @@ def shape_rewards(
             have no rewards.
         max_new_tokens: maximum tokens of a reply.
 
-    Returns:
-        The groups with changed rewards.
-
     Raises:
         ValueError: if the environment or a reward function already has a component `overlong`; names the rollout.
     """

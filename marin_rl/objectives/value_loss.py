@@ -35,9 +35,6 @@ def value_loss_terms(
         targets: R, the value targets.
         clip: ε_v, above 0; None for the plain squared error.
 
-    Returns:
-        The terms and clipping flags.
-
     >>> value_loss_terms(jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0]), jnp.array([3.0, 3.0]), 0.5).terms.tolist()
     [2.0, 1.125]
 
@@ -55,9 +52,7 @@ def value_loss_terms(
 def explained_variance(values: Float64[np.ndarray, " tokens"], targets: Float64[np.ndarray, " tokens"]) -> float:
     """Compute the fraction of the targets' variance explained by the critic, `1 - Var(R - V)/Var(R)`.
 
-    Args:
-        values: the critic's values before the update.
-        targets: the value targets.
+    V is the critic's value before the update, and R the value target.
 
     Returns:
         At most 1; 0 for a constant critic, negative for a worse one. 0 if all targets are equal.

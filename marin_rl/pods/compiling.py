@@ -50,11 +50,7 @@ def compile_program(name: str, run: RunShapes) -> ProgramMemory | Failure:
     """Compile a program of a run on the current devices.
 
     Programs with one copy of the code per layer are compiled with one and two layers. The difference is the cost of a
-    layer; temporaries are those of two layers, because layers run one after another.
-
-    Args:
-        name: one of `programs.LOWER`.
-        run: the run.
+    layer; temporaries are those of two layers, because layers run one after another. `name` is one of `programs.LOWER`.
     """
     start = time.perf_counter()
     try:

@@ -85,15 +85,10 @@ def _error(command: Sequence[str], stderr: str) -> GcloudError:
 
 
 def run_gcloud(*arguments: str, project: str | None, timeout: float = SHORT_TIMEOUT) -> str:
-    """Run a gcloud command.
+    """Run a gcloud command and return its standard output.
 
-    Args:
-        *arguments: its arguments, without secrets: other users of this machine can read them.
-        project: project; None for gcloud's default.
-        timeout: seconds after which it is killed.
-
-    Returns:
-        Its standard output.
+    Pass no secrets: other users of this machine can read the arguments. `project` is None for gcloud's default. The
+    command is killed after `timeout` seconds.
 
     Raises:
         NotFoundError: if the resource does not exist.
@@ -256,13 +251,8 @@ class Slices:
     def logs(self, lines: int, *, worker: str = "all", follow: bool = False) -> int:
         """Print the end of the logs of all jobs.
 
-        Args:
-            lines: number of lines of each log.
-            worker: `all`, or the index of a host in each slice.
-            follow: whether to continue with new lines until this process is interrupted.
-
-        Returns:
-            The exit status of the command that failed, or 0.
+        `worker` is `all`, or the index of a host in each slice. `follow` continues with new lines until this process is
+        interrupted. The exit status is that of the command that failed, or 0.
         """
         flags = self._ssh_flags(self._script("logs", str(lines), *(["--follow"] if follow else [])), worker)
         ssh = ("compute", "tpus", "tpu-vm", "ssh", f"--zone={self.zone}")

@@ -41,15 +41,8 @@ def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, flo
     """Return the least seconds of `update` and `score` in a step: FLOPs without padding over the peak of all chips.
 
     A backward pass costs two forward passes, recomputed activations one. The head is always computed again. A critic's
-    separate trunk costs as much as the policy's. A prompt that rollouts share in a row counts once.
-
-    Args:
-        run: the run on the chips of the trainer.
-        step: size of a step.
-        chip: a chip of the trainer.
-
-    Returns:
-        Seconds by phase; empty if the peak rates of the chip are unknown.
+    separate trunk costs as much as the policy's. A prompt that rollouts share in a row counts once. The result is empty
+    if the peak rates of the chip are unknown.
     """
     if chip.flops is None:
         return {}
@@ -74,16 +67,8 @@ def sampler_seconds(run: RunShapes, step: StepSize, chip: Chip, hosts: int) -> d
 
     Prefill takes the FLOPs of all prompts, each processed once, over the peak of all chips. A decode step reads the
     weights and the filled part of the KV cache: on average the prompt and half of the answer. It takes at least the
-    time of its FLOPs.
-
-    Args:
-        run: the run on the chips of one host.
-        step: size of a step.
-        chip: a chip of the host.
-        hosts: number of hosts that sample a step together.
-
-    Returns:
-        Seconds by phase; empty if the peak rates of the chip are unknown.
+    time of its FLOPs. `run` has the shapes on the chips of one of the `hosts`, which sample a step together. The result
+    is empty if the peak rates of the chip are unknown.
     """
     if chip.flops is None or chip.memory_bandwidth is None:
         return {}
@@ -102,12 +87,7 @@ def forward_flops(run: RunShapes, tokens: Number, context: Number, head_tokens: 
 
     `2 · P · tokens + 4 · layers · heads · head size · tokens · context + 2 · H · head_tokens`, where P are the
     parameters of the linear layers, of a mixture those of the experts that a token uses, and H those of the head.
-
-    Args:
-        run: the run.
-        tokens: number of tokens.
-        context: mean number of positions that a token attends to.
-        head_tokens: number of tokens whose logits are computed.
+    `context` is the mean number of positions that a token attends to; `head_tokens` have their logits computed.
     """
     policy, config = cast(Any, run.policy), cast(Any, run.config.model)
 

@@ -41,9 +41,7 @@ class LocalConfig(ConfigSection):
 def training_processes(config: LocalConfig, arguments: Sequence[str]) -> tuple[list[list[str]], dict[str, str]]:
     """Build the processes of a run; the first one is the main process.
 
-    Args:
-        config: number of processes and devices.
-        arguments: arguments of `python -m marin_rl.train`.
+    `arguments` are those of `python -m marin_rl.train`.
 
     Returns:
         The command of each process, and the variables to set for all, in addition to those of this process.

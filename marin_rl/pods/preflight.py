@@ -64,9 +64,7 @@ def code_files(folder: Path) -> list[str]:
 def write_upload(target: Path, config: CodeConfig) -> None:
     """Write the files to copy to a host, except those of the jobs.
 
-    Args:
-        target: an empty folder that only this user can read.
-        config: code and environment.
+    The folder is empty, and only this user can read it.
 
     Raises:
         UploadError: see `code_files` and `environment_script`.

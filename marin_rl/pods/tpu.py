@@ -274,13 +274,7 @@ class Launch:
 
 
 def open_launch(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> Launch:
-    """Build the launch of a training run.
-
-    Args:
-        config: the launch.
-        arguments: arguments of `marin_rl.train`.
-        report: prints a message.
-    """
+    """Build the launch of a training run."""
 
     def slices(name: str, requested: SlicesConfig) -> Slices:
         return Slices(config.zone, config.project, name, requested, config.ssh_flags)

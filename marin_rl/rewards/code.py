@@ -222,15 +222,7 @@ def parse_tests(ground_truth: str) -> CodeTests:
 
 
 async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
-    """Run the tests of the program in a reply.
-
-    Args:
-        sandbox: sandbox to run the program in.
-        reply: the reply, without thoughts.
-        tests: its tests.
-
-    Returns:
-        The outcome of each test: first of the calls, then of the cases.
+    """Run the tests of the program in a reply without thoughts. Outcomes are first those of calls, then of cases.
 
     Raises:
         RewardCallError: if the sandbox itself failed.
@@ -323,11 +315,9 @@ async def _run_cases(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Out
 def same_value(expected: Any, answer: Any, tolerance: float | None = None) -> bool:
     """Return whether a JSON value that a program returned is the expected one.
 
-    Args:
-        expected: the expected value.
-        answer: the untrusted value, as decoded JSON.
-        tolerance: maximum relative or absolute error where a float is expected. None is a relative error of 1e-9, or an
-            absolute one of 1e-12 where 0 is expected, which has no relative error.
+    `answer` is untrusted, as decoded JSON. `tolerance` is the maximum relative or absolute error where a float is
+    expected. None is a relative error of 1e-9, or an absolute one of 1e-12 where 0 is expected, which has no relative
+    error.
 
     >>> same_value([0.3, 1], [0.1 + 0.2, 1.0]), same_value(1, True), same_value(1.0, 1.1, tolerance=0.1)
     (True, False, True)
@@ -375,11 +365,8 @@ _DECIMAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 def same_output(expected: str, printed: str, tolerance: float | None = None) -> bool:
     r"""Return whether a program printed the expected output, as programming contests compare it.
 
-    Args:
-        expected: the expected output.
-        printed: the untrusted output.
-        tolerance: maximum relative or absolute error of numbers with a decimal point or exponent; the outputs are then
-            compared word by word. None compares lines, ignoring white space at their ends and empty lines at the end.
+    `tolerance` is the maximum relative or absolute error of numbers with a decimal point or exponent; the outputs are
+    then compared word by word. None compares lines, ignoring white space at their ends and empty lines at the end.
 
     >>> same_output("0.5\n", "0.5 \n\n"), same_output("0.5", "0.50"), same_output("0.5", "0.50", tolerance=1e-6)
     (True, False, True)

@@ -133,11 +133,8 @@ def choose_definitions(reply: str, names: Set[str]) -> str | None:
     """Return the last block of a reply that defines the called names, or None if no block defines any.
 
     If no block defines all of them, it is the last that defines the most. Imported names count less than definitions,
-    because a block of examples can import the functions.
-
-    Args:
-        reply: the reply, without thoughts.
-        names: names in the calls, such as `add` and `Solution`; those of built-in functions may be among them.
+    because a block of examples can import the functions. `names` are those in the calls; built-in functions may be
+    among them. The reply is without thoughts.
     """
     best: tuple[tuple[int, int], str | None] = (0, 0), None
     for candidate in candidates(reply):
@@ -171,10 +168,7 @@ def choose_program(reply: str) -> str | None:
     """Return the last block of a reply that reads input and prints; None if the reply has no code.
 
     If no block does both, it is the last that does one of them, else the last of all: an excerpt or an example can
-    follow the program. Of these blocks, those tagged as Python come first.
-
-    Args:
-        reply: the reply, without thoughts.
+    follow the program. Of these blocks, those tagged as Python come first. The reply is without thoughts.
     """
     best: tuple[tuple[int, bool], str | None] = (0, False), None
     for candidate in candidates(reply):
@@ -237,11 +231,8 @@ def run_calls(reply: str, calls: str) -> None:
     """Evaluate calls of functions of a reply, and write one line for each: JSON of its number and its value.
 
     A call that raises an error, or whose value is not JSON, has no value. Lines are written to stdout. What the code
-    prints is discarded. The process ends with the last call.
-
-    Args:
-        reply: the reply, without thoughts.
-        calls: JSON list of Python expressions.
+    prints is discarded. The process ends with the last call. The reply is without thoughts; `calls` is a JSON list of
+    Python expressions.
     """
     expressions = json.loads(calls)
     trees = [ast.parse(expression, mode="eval") for expression in expressions]

@@ -76,9 +76,7 @@ class Grader(GraderConfig, abc.ABC):
     def grade(self, reply: str, answer: str) -> float:
         """Return 1 for a correct reply, 0 for any other text.
 
-        Args:
-            reply: the reply without its thoughts.
-            answer: the ground truth.
+        The reply is without its thoughts; `answer` is the ground truth.
 
         Raises:
             GroundTruthError: if the answer is not a usable ground truth.

@@ -209,10 +209,8 @@ def start_process(
 ) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
     """Start a Python process with a socket, the other end of which is returned.
 
-    Args:
-        function: `module:name` of the function that it calls with its descriptor of the socket and `arguments`.
-        *arguments: further arguments.
-        stderr: as for `subprocess.Popen`; inherited by default.
+    It calls `function`, `module:name`, with its descriptor of the socket and `arguments`. `stderr` is inherited by
+    default.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -237,9 +235,7 @@ def start_process(
 def run_process(descriptor: int, grader: str) -> None:
     """Answer requests until the trainer closes the connection or ends.
 
-    Args:
-        descriptor: file descriptor of the connection.
-        grader: see `ask`.
+    `descriptor` is that of the connection; `grader` is as for `ask`.
     """
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)

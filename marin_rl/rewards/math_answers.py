@@ -127,9 +127,7 @@ _ATTACHED_AFTER = re.compile(r"\s*(?:[-+*/^_!%<>≤≥×÷±0-9({\[]|\\(?:%|time
 def find_answer(reply: str, is_truth: bool = False) -> Answer | None:
     """Return the final answer of a reply, or None if it has none.
 
-    Args:
-        reply: the text.
-        is_truth: whether it is a ground truth, which is one value unless it marks its answer.
+    A ground truth is one value unless it marks its answer.
     """
     text = _mark_mathematics(reply[-MAX_REPLY:])
     if not is_truth:

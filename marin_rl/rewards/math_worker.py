@@ -169,13 +169,7 @@ _DIGITS_OF_ROUNDED = 10
 
 
 def _equal_texts(truth: str, reply: str, computed: bool = False) -> bool:
-    """Compare two expressions.
-
-    Args:
-        truth: the expected expression.
-        reply: the other one.
-        computed: whether a sum or a product may equal a number.
-    """
+    """Compare two expressions; `computed` says whether a sum or a product may equal a number."""
     if truth == reply:
         return True
     if _LITERAL.search(truth) or _LITERAL.search(reply):

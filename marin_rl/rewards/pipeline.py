@@ -26,11 +26,7 @@ class StepIndexError(ValueError):
 
 
 def build_components(configs: Sequence[RewardComponentConfig], sandbox: Sandbox) -> list[RewardComponent]:
-    """Build the components of a config's `rewards`.
-
-    Args:
-        configs: configs of the components.
-        sandbox: sandbox for user code and model-written code.
+    """Build the components of a config's `rewards`. The sandbox runs user code and model-written code.
 
     Raises:
         RewardConfigError: if two components have the same name.
@@ -44,10 +40,7 @@ def build_components(configs: Sequence[RewardComponentConfig], sandbox: Sandbox)
 
 
 async def check_components(components: Iterable[RewardComponent]) -> None:
-    """Check that all components are usable, before any rollout is sampled.
-
-    Args:
-        components: the components; their sandbox is started.
+    """Check that all components are usable, before any rollout is sampled. Their sandbox must be started.
 
     Raises:
         RewardConfigError: if any is not; the message has a line for each problem, with the names of the components.
@@ -67,14 +60,8 @@ async def score_rollouts(
 ) -> list[list[RewardResult]]:
     """Score rollouts with the components of one scope. A failed call affects only the rollouts of that call.
 
-    Args:
-        components: components of all scopes.
-        scope: scope of the components to call.
-        requests: rollouts to score: those of one prompt or of a step for the scopes `group` and `batch`, any for
-            `pointwise`.
-
-    Returns:
-        The results for each rollout, in the order of the components.
+    Only the components of `scope` are called; results are in the order of these. Requests are those of one prompt or of
+    a step for the scopes `group` and `batch`, any for `pointwise`.
     """
     called = [component for component in components if component.scope is scope] if requests else []
     by_component = await asyncio.gather(*(_call(component, requests) for component in called))
@@ -207,10 +194,6 @@ def weighted_rewards(results: Sequence[RewardResult]) -> dict[str, float]:
 
 def turn_rewards(results: Sequence[RewardResult], turns: int) -> list[dict[str, float]]:
     """Return the rewards of each turn by component: weight times base reward; empty for turns without step rewards.
-
-    Args:
-        results: results of the components for the rollout.
-        turns: number of turns of the rollout.
 
     Raises:
         IndexError: if a result refers to a turn that does not exist.

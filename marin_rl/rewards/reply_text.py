@@ -34,12 +34,7 @@ _FOLLOWING = 100
 
 
 def check_pattern(field: str, pattern: str, groups: int = 0) -> None:
-    """Validate a regular expression from a config.
-
-    Args:
-        field: name of the config field, for the message.
-        pattern: the regular expression, in Python's syntax.
-        groups: minimum number of groups.
+    """Validate a regular expression with at least `groups` groups, from the config field `field`.
 
     Raises:
         ValueError: if it does not compile or has too few groups; the message names field and pattern.
@@ -88,8 +83,7 @@ class ReplyParser:
     def __init__(self, opens_thoughts: bool = False) -> None:
         """Start an empty reply.
 
-        Args:
-            opens_thoughts: whether the prompt ends with `<think>`, so that the reply begins in its thoughts.
+        With `opens_thoughts`, the prompt ends with `<think>`, so the reply begins in its thoughts.
         """
         self.text = ""
         """The reply so far."""
@@ -117,12 +111,7 @@ class ReplyParser:
         return self.text[self.answer_start :]
 
     def add(self, text: str, *, is_last: bool) -> None:
-        """Read the next part of a reply.
-
-        Args:
-            text: the part.
-            is_last: whether the reply is complete. Calls are read only then.
-        """
+        """Read the next part of a reply. Calls are read only when it is complete (`is_last`)."""
         self.text += text
         self.undecided = None
         while (not self._begins_answer or self._read_beginning(is_last)) and self._read_tag(is_last):
@@ -275,15 +264,9 @@ class Found(NamedTuple):
 
 
 def search_reply(pattern: str, text: str, *, whole: bool = False) -> Found | None:
-    r"""Search a reply in another process, with a time limit. Blocks; may be called in any thread.
+    r"""Return the last match in a reply, or None; searches in another process with a time limit.
 
-    Args:
-        pattern: the regular expression.
-        text: the reply, or a part of it.
-        whole: whether the whole text must match.
-
-    Returns:
-        The last match, or None if there is none.
+    Blocks; may be called in any thread. With `whole`, only a match of the whole text counts.
 
     Raises:
         NoAnswerError: if the search exceeds a limit on time or memory.

@@ -101,15 +101,7 @@ class AgentRecorder:
         batcher: RequestBatcher,
         limits: Limits,
     ) -> None:
-        """Start without requests.
-
-        Args:
-            attempt: the inputs of the rollout.
-            builder: builder of the rollout.
-            tokenizer: tokenizer of messages and replies.
-            batcher: takes the sample requests.
-            limits: limits of the rollout.
-        """
+        """Start without requests."""
         self.rollout_id = attempt.id
         self.on_wait: Callable[[bool], None] = lambda waits: None
         """Called when the first of concurrent requests begins (True), and when the last one ends (False)."""
@@ -256,11 +248,9 @@ class AgentRecorder:
                 self.on_wait(False)
 
     def discard(self, response: str, received: int) -> None:
-        """Remove the turns of a response that the agent does not receive; those that a request has continued stay.
+        """Remove the turns of a response that the agent does not receive; the first `received` of them stay.
 
-        Args:
-            response: id of the response.
-            received: number of its first turns that the agent has received, which stay.
+        Turns that a request has continued stay, too.
         """
         turns = self._turns.pop(response, [])
         if received:

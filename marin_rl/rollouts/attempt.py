@@ -53,12 +53,7 @@ class Limits:
         return "rollouts.max_length" if self.max_prompt_length is None else "rollouts.max_prompt_length"
 
     def should_skip(self, task: Task, tokenizer: ChatTokenizer) -> bool:
-        """Whether to skip a task because its prompt is too long; log the task if so.
-
-        Args:
-            task: the next task.
-            tokenizer: tokenizer of the prompt.
-        """
+        """Whether to skip a task because its prompt is too long; log the task if so."""
         if self.long_prompts is not LongPrompts.SKIP:
             return False
         length = len(tokenizer.prompt_tokens(task.messages))
@@ -74,10 +69,6 @@ class Limits:
 
     def prompt_tokens(self, task: Task, tokenizer: ChatTokenizer) -> tuple[int, ...]:
         """Tokenize a task's prompt.
-
-        Args:
-            task: the task to attempt.
-            tokenizer: tokenizer of the prompt.
 
         Raises:
             PromptTooLongError: if the prompt is too long.

@@ -42,18 +42,9 @@ async def run_episode(
     """Run one attempt until it ends.
 
     An error or timeout of the environment ends only this rollout, whatever it raises. Code that may wait runs in a
-    separate task, named after the rollout. Errors of the sampler and of this code propagate.
-
-    Args:
-        attempt: the inputs of the rollout.
-        environment: the environment of the task.
-        tokenizer: tokenizer of messages and replies.
-        batcher: takes the sample requests; the episode leaves it after the last one.
-        limits: limits of the rollout.
-        connect: serves the policy to agents; None if the environment has none.
-
-    Returns:
-        The builder of the rollout, to which reward functions may add rewards.
+    separate task, named after the rollout. Errors of the sampler and of this code propagate. The episode leaves the
+    batcher after its last request. `connect` serves the policy to agents; None if the environment has none. Reward
+    functions may add rewards to the returned builder.
     """
     builder = RolloutBuilder(attempt, tokenizer, limits)
     code = ForeignTask(f"rollout {attempt.id}") if environment.waits else DirectCalls()

@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Compute metrics of sampled rollouts. Failed rollouts count only in the status counts and shares.
 
-    Args:
-        groups: groups with at least one graded rollout.
-
-    Returns:
-        Metrics by name.
+    At least one rollout must be graded.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [rollout for rollout in rollouts if rollout.rewards]
@@ -44,12 +40,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) -> dict[str, float]:
     """Compute the age of a step's rollouts in weight versions, over the generations of graded rollouts.
 
-    Args:
-        groups: groups to train on.
-        version: version of the weights before the update.
-
-    Returns:
-        `staleness/*`; empty if no rollout is graded.
+    The groups are those to train on; `version` is that of the weights before the update. Returns `staleness/*`; empty
+    if no rollout is graded.
     """
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
     generations = [turn.generation for rollout in graded for turn in rollout.turns]
@@ -157,20 +149,13 @@ class FailureReports:
     def __init__(self, report: Callable[[str], None]) -> None:
         """Create it without any failure.
 
-        Args:
-            report: called with each message for the user; the message has further lines for the user's own frames.
+        `report` is called with each message for the user; the message has further lines for the user's own frames.
         """
         self._report = report
         self._known: set[tuple[str, bool]] = set()
 
     def add(self, when: str, groups: Sequence[RolloutGroup], consequence: str = "are not trained on") -> None:
-        """Report the failed rollouts of a step or an evaluation.
-
-        Args:
-            when: beginning of the messages.
-            groups: all rollouts.
-            consequence: what happens to failed rollouts.
-        """
+        """Report the failed rollouts of a step or an evaluation; messages begin with `when`."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         kinds: dict[str, list[Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:

@@ -42,10 +42,8 @@ class RequestBatcher:
     def __init__(self, batch_size: int, episodes: int, max_wait: float = MAX_WAIT) -> None:
         """Accept requests.
 
-        Args:
-            batch_size: number of requests that fill the sampler.
-            episodes: number of episodes that may send requests; each must call `leave` once.
-            max_wait: seconds without a new request after which an idle sampler starts.
+        `batch_size` requests fill the sampler, and each of the `episodes` must call `leave` once. An idle sampler
+        starts after `max_wait` seconds without a new request.
         """
         self._max_wait = max_wait
         self._batch_size = batch_size
@@ -62,11 +60,7 @@ class RequestBatcher:
             self._num_episodes += episodes
 
     def leave(self, conversation: str) -> None:
-        """Remove an episode, which sends no further requests. Its request in progress is dropped.
-
-        Args:
-            conversation: the `conversation` of its requests.
-        """
+        """Remove an episode, which sends no further requests. Its request in progress is dropped."""
         with self._changed:
             self._num_episodes -= 1
         self.end(conversation)
@@ -74,8 +68,7 @@ class RequestBatcher:
     def end(self, conversation: str) -> None:
         """End a conversation of an episode, which may begin others. Its request in progress is dropped.
 
-        Args:
-            conversation: the `conversation` of its requests; not used again.
+        The `conversation` is not used again.
         """
         with self._changed:
             self._ended.append(conversation)
@@ -164,12 +157,9 @@ class RequestBatcher:
         running |= zip(sampler.start([one.request for one in pending]), pending, strict=True)
 
     def _wait_for_requests(self, queued: int, check_after: float, interrupt: Callable[[], None]) -> bool:
-        """Wait until an idle sampler should start; return whether it can.
+        """Wait, at most `check_after` seconds, until an idle sampler should start; return whether it can.
 
-        Args:
-            queued: number of requests in the sampler, which wait for a conversation to end.
-            check_after: maximum time in seconds.
-            interrupt: called regularly.
+        The `queued` requests in the sampler wait for a conversation to end.
         """
         with self._changed:
             while not (self._closed or self._is_complete(queued)):

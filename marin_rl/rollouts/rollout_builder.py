@@ -59,13 +59,7 @@ class RolloutBuilder:
     """
 
     def __init__(self, attempt: Attempt, tokenizer: ChatTokenizer, limits: Limits) -> None:
-        """Start with the task's prompt.
-
-        Args:
-            attempt: the inputs of the rollout.
-            tokenizer: tokenizer of messages and replies.
-            limits: limits of the rollout.
-        """
+        """Start with the task's prompt."""
         self.over = False
         """Whether the rollout has no further turns."""
         self.seconds = {"sample": 0.0, "environment": 0.0, "reward": 0.0}
@@ -216,11 +210,8 @@ class RolloutBuilder:
     ) -> None:
         """Add the turns and the result of an agent's episode, and end the rollout.
 
-        Args:
-            turns: all turns, with their rewards; the turns of a sequence follow each other.
-            result: rewards of the episode without those of the turns, metrics and metadata.
-            posted: further rewards of the episode.
-            hit_limit: whether a limit of the rollout refused a request of the agent.
+        The turns of a sequence follow each other. `result` has the rewards of the episode without those of the turns,
+        and `posted` further ones. `hit_limit` means that a limit of the rollout refused a request of the agent.
 
         Raises:
             EnvironmentFault: if a value of the result is invalid.
@@ -286,12 +277,7 @@ class RolloutBuilder:
                 self._turns[index] = dataclasses.replace(turn, rewards={**turn.rewards, **rewards})
 
     def fail(self, status: RolloutStatus, error: str) -> None:
-        """Mark the rollout as failed; `FailureReports` summarizes the errors of a step.
-
-        Args:
-            status: a status without reward.
-            error: the error message.
-        """
+        """Mark the rollout as failed; `FailureReports` summarizes the errors of a step."""
         self._failure, self._error = status, storable(error, MAX_ERROR)
         logger.debug("rollout %s %s: %s", self._attempt.id, status.value.replace("_", " "), self._error)
 

@@ -99,15 +99,8 @@ def run_tasks(
 ) -> list[RolloutGroup]:
     """Run `group_size` attempts at each task, all of them concurrently, and check that one was graded.
 
-    Args:
-        runner: environment, tokenizer, sampler and limits.
-        tasks: the tasks, one per group.
-        group_size: attempts per task.
-        temperature: sampling temperature; 0 is greedy.
-        seed_parts: identifies this call (run seed, purpose, step); all seeds derive from it.
-
-    Returns:
-        One group per task, in order.
+    A temperature of 0 is greedy. `seed_parts` identifies this call (run seed, purpose, step); all seeds derive from it.
+    Returns one group per task, in order.
 
     Raises:
         AllRolloutsFailedError: if all rollouts failed. See `stream_groups` for further errors.
@@ -136,17 +129,8 @@ def run_groups(
 ) -> list[RolloutGroup]:
     """Run all attempts of the groups concurrently, as `stream_groups` does.
 
-    With several training processes, each runs every n-th group on its own devices, and all of them return all groups.
-
-    Args:
-        runner: environment, tokenizer, sampler and limits.
-        inputs: the groups to run.
-        group_size: attempts per task.
-        temperature: sampling temperature; 0 is greedy.
-        groups_per_block: see `stream_groups`.
-
-    Returns:
-        One group per request, in order.
+    With several training processes, each runs every n-th group on its own devices, and all of them return all groups. A
+    temperature of 0 is greedy. Returns one group per request, in order.
 
     Raises:
         StopRequestedError: in all processes, if `runner.interrupt` raises it in one of them.
@@ -348,9 +332,6 @@ def _check_event_loop(runner: RolloutRunner) -> None:
 
 def require_one_success(groups: Sequence[RolloutGroup]) -> None:
     """Check that at least one rollout was graded.
-
-    Args:
-        groups: the groups of a batch.
 
     Raises:
         AllRolloutsFailedError: if all rollouts failed.

@@ -77,10 +77,7 @@ class SavedArray:
     ) -> ts.TensorStore:
         """Return the array, of which any part can be read and whole chunks can be written.
 
-        Args:
-            context: limits of threads and memory; see `make_context`.
-            read: returns the content of a file; TensorStore calls it in threads.
-            write: writes a file, whose content may change afterwards; TensorStore calls it in threads.
+        TensorStore calls both functions in threads; content passed to `write` may change afterwards.
         """
         layout = ts.ChunkLayout(chunk_shape=self.chunk)
         options: dict[str, Any] = {"dtype": jnp.dtype(self.dtype), "shape": self.shape, "chunk_layout": layout}
@@ -120,15 +117,9 @@ def _is_named(leaf: object) -> bool:
 def copy_to_host(tree: object, *, donated: bool = True) -> dict[str, HostArray]:
     """Copy the shards that this process writes to the host.
 
-    Of equal shards on several devices, one is written.
-
-    Args:
-        tree: arrays, sharded over all processes.
-        donated: whether the arrays may be donated before the shards are written. If not, those in the memory of the
-            host are not copied.
-
-    Returns:
-        Every array by path; one without a shard of this process has none.
+    Of equal shards on several devices, one is written. With `donated`, the arrays may be donated before the shards are
+    written; otherwise those in the memory of the host are not copied. The result has every array by path; one without a
+    shard of this process has none.
     """
     arrays = named_arrays(tree)
     shards = {
@@ -167,14 +158,9 @@ def _chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def write_arrays(folder: StoragePath, arrays: Mapping[str, HostArray]) -> dict[str, FileDigest]:
-    """Write the shards of this process, several files at a time.
+    """Write the shards of this process, several files at a time; return sizes and checksums of its files.
 
-    Args:
-        folder: the folder that contains the folder `STATE`.
-        arrays: the shards by path of the array, from `copy_to_host`.
-
-    Returns:
-        Size and checksum of the files of this process, by name.
+    `folder` contains the folder `STATE`. The shards, from `copy_to_host`, are by path of the array.
 
     Raises:
         OSError: if a file cannot be written.

@@ -58,10 +58,7 @@ class Checkpoints:
     def __init__(self, folder: StoragePath, config: CheckpointConfig, keep_first: bool = False) -> None:
         """Set up without reading.
 
-        Args:
-            folder: folder of the checkpoints.
-            config: retention settings.
-            keep_first: whether to always keep the checkpoint of step 0, because its weights are the KL reference.
+        With `keep_first`, the checkpoint of step 0 is always kept, because its weights are the KL reference.
         """
         self.folder = folder
         """Folder of the checkpoints."""
@@ -75,16 +72,9 @@ class Checkpoints:
     ) -> StoragePath:
         """Copy a training state to the host, and write it in the background; collective over all processes.
 
-        Waits for the previous save. Checkpoints that are no longer kept are deleted after the write.
-
-        Args:
-            state: the training state; may be donated when this returns.
-            step: number of finished steps; names the checkpoint.
-            progress: the host's part of the state, serializable as JSON.
-            files: further files by name.
-
-        Returns:
-            The folder of the checkpoint, which exists after `flush`.
+        Waits for the previous save. Checkpoints that are no longer kept are deleted after the write. The state may be
+        donated when this returns. `step` is the number of finished steps and names the checkpoint. `progress` is the
+        host's part of the state, serializable as JSON. The returned folder exists after `flush`.
 
         Raises:
             CheckpointError: if this or the previous checkpoint cannot be written (disk full, no permission), or if the
@@ -195,11 +185,8 @@ class Checkpoints:
     def restore_newest(self, load: Callable[[Checkpoint], T]) -> T | None:
         """Load the newest checkpoint; skip damaged ones with a warning that names the damage. Collective.
 
-        Args:
-            load: reads the checkpoint in every process; may raise `DamagedCheckpointError` in all of them.
-
-        Returns:
-            The result of `load`; None if there are no checkpoints.
+        `load` runs in every process, and may raise `DamagedCheckpointError` in all of them. The result is None if there
+        are no checkpoints.
 
         Raises:
             CheckpointError: if all checkpoints are damaged.

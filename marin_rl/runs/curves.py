@@ -22,13 +22,7 @@ GRID = "#e4e4e4"
 def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = "") -> bool:
     """Plot the metrics of a run; `plots_of` selects them.
 
-    Args:
-        metrics_path: the run's `metrics.jsonl`.
-        out_png: output image, replaced atomically.
-        title: title of the figure, such as the name of the run.
-
-    Returns:
-        Whether an image was written; it is not if no metric has a value.
+    Returns whether an image was written, atomically; it is not if no metric has a value.
 
     Raises:
         RunDirectoryError: if a line is not a record, or the image cannot be written.
@@ -44,13 +38,7 @@ def plot_curves(metrics_path: StoragePath, out_png: StoragePath, title: str = ""
 
 
 def draw(plots: Sequence[Plot], records: Sequence[Mapping[str, int | float]], title: str = "") -> Figure:
-    """Draw plots in a grid.
-
-    Args:
-        plots: the plots, at least one.
-        records: records of the run.
-        title: title of the figure.
-    """
+    """Draw plots, at least one, in a grid."""
     columns = min(len(plots), 3 if len(plots) > 4 else 2)
     rows = -(-len(plots) // columns)
     # A Figure without pyplot has no global state that must be closed.
@@ -104,14 +92,7 @@ def _draw(axes: Axes, plot: Plot, records: Sequence[Mapping[str, int | float]], 
 
 
 def running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Mean over the neighbours within `half_width` positions, fewer at the ends.
-
-    Args:
-        values: values, shape `[length]`.
-        half_width: neighbours on each side; values below 1 count as 1.
-
-    Returns:
-        Running mean, shape `[length]`.
+    """Mean over the neighbours within `half_width` positions, fewer at the ends. A `half_width` below 1 counts as 1.
 
     >>> running_mean(np.array([0.0, 3.0, 6.0, 9.0]), 1).tolist()
     [1.5, 3.0, 6.0, 7.5]

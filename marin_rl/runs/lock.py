@@ -82,14 +82,8 @@ def lock(directory: RunDirectory) -> Iterator[RunDirectory]:
 def holder(directory: RunDirectory, clock: Clock | None = None) -> str | None:
     """Return the process that holds the lock of a run directory, such as `process 7 on host`; changes no file.
 
-    In an object store this waits up to a minute for a process on another machine to renew the lock.
-
-    Args:
-        directory: the run directory.
-        clock: source of time while waiting.
-
-    Returns:
-        The process, or None if the lock is released or its holder is dead.
+    In an object store this waits up to a minute for a process on another machine to renew the lock. None if the lock is
+    released or its holder is dead.
     """
     path = directory.path / ".lock"
     if isinstance(path, RemotePath):
@@ -200,9 +194,7 @@ class Lease:
 def hold(folder: RemotePath, clock: Clock | None = None) -> Iterator[Lease]:
     """Take the lock, renew it in a thread, and release it at the end of the block.
 
-    Args:
-        folder: folder of the lock's objects; its parent is the locked folder.
-        clock: source of time while waiting for another holder.
+    `folder` has the lock's objects; its parent is the locked folder.
 
     Yields:
         The lease.

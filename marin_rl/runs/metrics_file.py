@@ -212,15 +212,7 @@ def _writable(value: float) -> float | str:
 
 
 def append_record(path: Path, step: int, metrics: Mapping[str, int | float]) -> bytes:
-    """Append the record of a step, and flush it to disk.
-
-    Args:
-        path: the file.
-        step: the training step.
-        metrics: values by name.
-
-    Returns:
-        The appended line.
+    """Append the record of a step, flush it to disk, and return its line.
 
     Raises:
         RunDirectoryError: if the file cannot be written.
@@ -248,13 +240,8 @@ def read_records(path: StoragePath) -> list[dict[str, int | float]]:
 def rewind_records(path: StoragePath, written: FileDigest | None, after_step: int) -> None:
     """Drop the records of steps after `after_step`, which a run that resumes from a checkpoint repeats.
 
-    The file becomes equal to that of an uninterrupted run.
-
-    Args:
-        path: the file; it may be missing.
-        written: the records at the checkpoint, which the file begins with; None if the file was changed: then all lines
-            that are records, in increasing order, are kept.
-        after_step: step of the checkpoint.
+    The file becomes equal to that of an uninterrupted run. The file may be missing. It begins with the records
+    `written` at the checkpoint; None if it was changed: then all lines that are records, in increasing order, are kept.
 
     Raises:
         RunDirectoryError: if the file cannot be written.

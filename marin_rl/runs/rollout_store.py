@@ -87,13 +87,10 @@ class StoredFile:
 
 
 def list_files(source: StoragePath) -> list[StoredFile]:
-    """List the rollout files of a folder, oldest first, or a single file.
+    """List the rollout files of a run directory's `rollouts/`, oldest first, or a single file with any name.
 
-    Args:
-        source: a run directory's `rollouts/`, or a file with any name; its first row has the step and purpose.
-
-    Returns:
-        The files; empty if the folder or the file does not exist or is empty.
+    The first row of a single file has the step and purpose. The list is empty if folder or file does not exist or is
+    empty.
 
     Raises:
         RolloutStoreError: if a single file is damaged.
@@ -118,13 +115,8 @@ def read_rollouts(
 ) -> Iterator[pa.Table]:
     """Read the stored rollouts lazily, one table per file, oldest first.
 
-    A file that is removed meanwhile, because the store is full, is skipped.
-
-    Args:
-        folder: a run directory's `rollouts/`.
-        steps: the steps to read; None for all.
-        columns: the columns of `SCHEMA` to read; None for all.
-        purposes: `training`, `evaluation`, or both.
+    A file that is removed meanwhile, because the store is full, is skipped. `folder` is a run directory's `rollouts/`.
+    `steps` and `columns` of `SCHEMA` are None for all.
 
     Yields:
         The rollouts of one file.
@@ -140,14 +132,7 @@ def read_rollouts(
 
 
 def read_file(path: StoragePath, columns: Sequence[str] | None = None) -> pa.Table | None:
-    """Read the rollouts of one file.
-
-    Args:
-        path: the file.
-        columns: the columns of `SCHEMA` to read; None for all.
-
-    Returns:
-        The rollouts; None if the file does not exist.
+    """Read all or some columns of the rollouts in one file; None if the file does not exist.
 
     Raises:
         RolloutStoreError: if the file is damaged or has another version; names the file.
@@ -201,13 +186,7 @@ class RolloutStore:
     """
 
     def __init__(self, folder: StoragePath, config: RolloutStoreConfig, piece: PieceOf):
-        """Open a folder, which may contain files.
-
-        Args:
-            folder: an existing folder.
-            config: selection and retention of rollouts.
-            piece: maps a token id to its bytes.
-        """
+        """Open an existing folder, which may contain files. `piece` maps a token id to its bytes."""
         self.folder = folder
         """The folder of the files."""
         self._config, self._piece = config, piece
@@ -267,11 +246,8 @@ class RolloutStore:
     def truncate(self, after_step: int, digests: Mapping[str, FileDigest] | None = None) -> None:
         """Remove the rollouts of steps after `after_step`, and incomplete files.
 
-        A run that resumes from a checkpoint repeats those steps.
-
-        Args:
-            after_step: step of the checkpoint.
-            digests: size and checksum of verified files by name; other files are read when they are needed.
+        A run that resumes from a checkpoint repeats those steps. `digests` are of verified files, by name; other files
+        are read when they are needed.
         """
         self.flush()
         self._digests = dict(digests or {})

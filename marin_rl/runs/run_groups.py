@@ -67,10 +67,6 @@ def band(runs: Iterable[Sequence[Record]], name: str) -> list[Band]:
 
     Without the last condition, the mean would jump where the shortest run ends.
 
-    Args:
-        runs: records of each run.
-        name: the metric.
-
     >>> band([[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], [{"step": 1, "loss": 4.0}]], "loss")
     [Band(step=1, mean=3.0, low=2.0, high=4.0)]
     """
@@ -88,12 +84,7 @@ def group_runs(arguments: Sequence[str]) -> list[RunGroup]:
 
     A setting that contains `seed1` in a run with seed 1, such as the run that it starts from, counts as the same. Where
     a seed repeats, such as for runs of two versions of the code, only runs whose names differ in the seed are a group.
-
-    Args:
-        arguments: `DIR` or `NAME=DIR`.
-
-    Returns:
-        The groups, in the order of their first runs.
+    Arguments are `DIR` or `NAME=DIR`. Groups are in the order of their first runs.
 
     Raises:
         RunDirectoryError: if an argument is not a run directory or is given twice, or a metrics.jsonl is damaged.

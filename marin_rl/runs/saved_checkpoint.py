@@ -63,10 +63,8 @@ class Checkpoint:
     def restore(self, like: T, trainer: AbstractTrainerConfig, subpath: str = "") -> T:
         """Load the training state or a part of it, on a mesh that may differ from that of the save; collective.
 
-        Args:
-            like: a tree of the same structure, or its shapes.
-            trainer: mesh and axis mapping of the parameters.
-            subpath: path of the part in the state, with slashes, such as `model`; empty for the whole state.
+        `like` is a tree of the same structure, or its shapes. `subpath` is the path of the part in the state, with
+        slashes, such as `model`; empty for the whole state.
 
         Raises:
             DamagedCheckpointError: in all processes, if a file is missing or altered.

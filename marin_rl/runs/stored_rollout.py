@@ -168,9 +168,6 @@ def as_table(
         piece: maps a token id to its bytes.
         stale_groups: ids of groups that were dropped for their age before training.
 
-    Returns:
-        The table, with one row per rollout.
-
     Raises:
         ValueError: if an array does not have the rollout's length; names the rollout.
         pyarrow.ArrowException: if a token id is not a 32-bit integer.
@@ -280,13 +277,9 @@ def _turn_rows(rollout: Rollout, stored: StoredAdvantages | None) -> Iterable[di
 def _scores(
     name: str, own: Sequence[StoredAdvantages | None], counts: Sequence[int], sampled: Integers
 ) -> pa.ListArray:
-    """Convert one array of each rollout to a list for each turn, null without an array.
+    """Convert the array `name` of each rollout's advantages to a list for each turn, null without an array.
 
-    Args:
-        name: attribute of `StoredAdvantages`.
-        own: the advantages of the rollouts.
-        counts: their numbers of turns.
-        sampled: offsets of the turns in the sampled tokens.
+    `counts` are the numbers of turns, `sampled` the offsets of the turns in the sampled tokens.
     """
     arrays = [getattr(stored, name, None) for stored in own]
     is_absent = np.repeat(np.array([values is None for values in arrays], np.bool_), counts)
@@ -394,10 +387,7 @@ def groups_of_table(table: pa.Table) -> StoredGroups:
     """Restore the groups that a step trained on; groups that were filtered out or too old are left out.
 
     Tokens, log-probs, rewards and scores are stored exactly as training used them. Everything else is not restored:
-    messages, evaluations, metrics, timings and free metadata.
-
-    Args:
-        table: the rollouts of a step, with `COLUMNS`.
+    messages, evaluations, metrics, timings and free metadata. The table has the `COLUMNS` of a step's rollouts.
     """
     rows = table.select(_OF_ROLLOUTS).to_pylist(maps_as_pydicts="strict")
     turns = table["turns"].combine_chunks()

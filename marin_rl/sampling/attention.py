@@ -398,9 +398,7 @@ AttentionForm = DenseAttention | BlockAttention | PagedAttention
 def attention_form(platform: str, device_kind: str) -> AttentionForm:
     """Return the form for a kind of device, which need not be present.
 
-    Args:
-        platform: `cpu`, `gpu` or `tpu`.
-        device_kind: jax's name of the chip, such as `TPU v5 lite`.
+    `platform` is `cpu`, `gpu` or `tpu`; `device_kind` is jax's name of the chip, such as `TPU v5 lite`.
     """
     if platform == "tpu":
         return PagedAttention(*_TPU_BLOCKS.get(device_kind, _SMALLEST_TPU_BLOCKS))

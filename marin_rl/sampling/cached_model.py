@@ -48,13 +48,8 @@ class CachedModel(NamedTuple):
     def run(self, tokens: Tokens, cache: Cache, *, all_slots: bool) -> tuple[Float[Array, "rows queries embed"], Cache]:
         """Add tokens to the cache, and compute their activations.
 
-        Args:
-            tokens: the new tokens.
-            cache: the cache of each layer.
-            all_slots: whether row `i` is slot `i` for all slots, so that the cache is read without a copy.
-
-        Returns:
-            The activations before the head, and the cache with the new tokens.
+        `all_slots` means that row `i` is slot `i` for all slots, so the cache is read without a copy. The activations
+        are those before the head.
         """
         rows, queries = tokens.ids.shape
         Position = Axis("position", rows * queries)
@@ -108,12 +103,8 @@ def cache_axes(
 ) -> tuple[CacheAxes, ...]:
     """Return the axes of each layer's cache.
 
-    Args:
-        model: architecture.
-        form: attention, which determines the layout.
-        slots: number of sequences.
-        context: maximum number of tokens of a sequence.
-        head_shards: number of devices over which the heads are sharded.
+    The layout is that of `form`. `context` is the maximum number of tokens of each of the `slots` sequences. Heads are
+    sharded over `head_shards` devices.
     """
     return (form.cache_axes(_attention_config(model), slots, context, head_shards),) * cast(Any, model).num_layers
 
@@ -132,10 +123,7 @@ def _attention_config(model: LmConfig) -> AttentionConfig:
 def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedModel:
     """Return the model in the layout for decoding; run it under `jit` once per update of the weights.
 
-    Args:
-        model: the learner's model; adapters are merged into the result.
-        form: attention over the cache.
-        context: maximum number of tokens of a sequence.
+    Adapters are merged into the result. `context` is the maximum number of tokens of a sequence.
     """
     model = merge_adapter(model)
     transformer = cast(Any, model).transformer

@@ -98,18 +98,9 @@ def decode(
     *,
     steps: int,
 ) -> tuple[Cache, Decoded]:
-    """Sample up to `steps` tokens in every active slot.
+    """Sample up to `steps` tokens in every active slot; return the new cache and the tokens.
 
-    Args:
-        model: the model in the layout for decoding.
-        cache: the cache of each layer.
-        slots: state of the slots.
-        stops: tokens and texts that end a sequence.
-        exit_after: number of sequences that end before the call does, so that their slots can be refilled.
-        steps: maximum number of tokens per slot.
-
-    Returns:
-        The new cache, and the sampled tokens.
+    The call ends after `exit_after` sequences have ended, so that their slots can be refilled.
     """
     num_slots = slots.lengths.shape[0]
     started = jnp.sum(slots.active)
@@ -158,15 +149,8 @@ def draw(
     """Draw a token from `softmax(logits / temperature)` by inversion of its cumulative distribution.
 
     The inversion has two levels, a block of tokens and a token in it, so that sums of float32 stay short. At
-    temperature 0 the most probable token is chosen.
-
-    Args:
-        logits: logits of each slot.
-        temperatures: divides the logits; 0 is greedy.
-        uniforms: a number in [0, 1) for each slot.
-
-    Returns:
-        The tokens, and their log-probabilities (at temperature 1 if greedy).
+    temperature 0 the most probable token is chosen. `uniforms` are numbers in [0, 1). The log-probabilities of the
+    tokens are at temperature 1 if greedy.
     """
     rows, vocab = logits.shape
     block = _SMALL_BLOCK if vocab <= _SMALL_BLOCK**2 else _LARGE_BLOCK
@@ -237,11 +221,8 @@ def compile_programs(
 ) -> Programs:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
-    Args:
-        trainer: axis mapping and compute precision; None uses one device and the model's precision.
-        model: architecture.
-        sizes: devices and sizes.
-        steps: maximum number of tokens per slot in one call of `decode`.
+    Without `trainer`, programs use one device and the model's precision. `steps` is the maximum number of tokens per
+    slot in one call of `decode`.
     """
     axes = sizes.cache_axes(model)
     if trainer is None:

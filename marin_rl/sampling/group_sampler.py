@@ -201,11 +201,8 @@ class GroupSampler(Sampler):
         """Use new weights for later tokens.
 
         Sequences and conversations that have begun keep the cache of the former weights, as in PipelineRL (Piché et al.
-        2025). The log-probabilities are those of the distribution that each token is sampled from.
-
-        Args:
-            model: same structure, shapes and dtypes as before.
-            version: number of training steps that produced it.
+        2025). The log-probabilities are those of the distribution that each token is sampled from. The new model has
+        the same structure, shapes and dtypes as before. `version` is the number of training steps that produced it.
 
         Raises:
             ValueError: if the structure, a shape or a dtype differs.

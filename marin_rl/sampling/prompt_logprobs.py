@@ -34,20 +34,13 @@ class PromptScorer:
     """Scores the tokens of rollouts with a model on a server, at temperature 1."""
 
     def __init__(self, client: CompletionsClient, model: str) -> None:
-        """Send no request yet.
-
-        Args:
-            client: posts the requests.
-            model: name of the model on the server.
-        """
+        """Send no request yet. `model` is the name of the model on the server."""
         self._http, self._model = client, model
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         """Verify that the server divides words and added tokens as a tokenizer does.
 
-        Args:
-            tokenizer: the tokenizer of the policy.
-            max_length: words with more tokens are left out.
+        Words with more tokens than `max_length` are left out.
 
         Raises:
             SamplerError: if it does not, or returns no log-probs of prompts.

@@ -65,10 +65,7 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def start(self, requests: Sequence[SampleRequest]) -> list[int]:
-        """Accept requests, which `advance` processes.
-
-        Returns:
-            A number for each request, unique for this sampler.
+        """Accept requests, which `advance` processes; return a number for each, unique for this sampler.
 
         Raises:
             PromptTooLongError: if a prompt leaves no room for a new token; no request is accepted.
@@ -116,12 +113,7 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """Use new weights for later tokens.
-
-        Args:
-            model: the new weights.
-            version: number of training steps that produced them.
-        """
+        """Use new weights for later tokens. `version` is the number of training steps that produced them."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Continue every prompt, end all conversations and reset; generations are in the order of the requests.
@@ -179,12 +171,8 @@ def allowed_tokens(
 ) -> int:
     """Validate a request and return the maximum number of new tokens.
 
-    Args:
-        index: index of the request, for error messages.
-        request: the request.
-        max_context: maximum number of prompt and new tokens of a sequence.
-        vocab_size: vocabulary size of the model.
-        max_new_tokens: maximum value of `request.max_new_tokens`.
+    `index` names the request in errors. `max_context` counts prompt and new tokens of a sequence; `max_new_tokens` is
+    the maximum of `request.max_new_tokens`.
 
     Raises:
         PromptTooLongError: if the prompt leaves no room for a new token.

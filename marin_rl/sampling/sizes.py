@@ -166,9 +166,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
     """Return the mesh on which this process samples: `mesh` itself, or its own devices if there are several processes.
 
     The model axis keeps its size, unless it spans several hosts; then it is as large as this process's devices allow.
-
-    Args:
-        mesh: the learner's mesh, with the axes `AXES`.
+    The learner's mesh has the axes `AXES`.
 
     Raises:
         ValueError: if the processes have different numbers of devices in the mesh.
@@ -181,13 +179,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
 def copy_to_each_process(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     """Copy the arrays of a tree to the devices of each process; a collective of all processes of the mesh.
 
-    Args:
-        tree: arrays on `mesh`.
-        mesh: the learner's mesh.
-        mapping: sharding of the copies over the axes of `host_mesh`.
-
-    Returns:
-        The tree with arrays on `host_mesh(mesh)`.
+    `mesh` is the learner's; the copies, on `host_mesh(mesh)`, are sharded by `mapping`.
     """
     # Every process has the same part of this mesh, so its part of a copy is a whole array.
     replicas, own = Mesh(_by_host(mesh), (HOST, *AXES)), host_mesh(mesh)

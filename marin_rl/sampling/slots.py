@@ -36,12 +36,7 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, max_new_tokens: int) -> None:
-        """Create free slots.
-
-        Args:
-            num_slots: number of slots, of all data shards together.
-            max_new_tokens: largest `AcceptedRequest.allowed`.
-        """
+        """Create free slots of all data shards. `max_new_tokens` is the largest `AcceptedRequest.allowed`."""
         self.active = np.zeros(num_slots, bool)
         """Whether tokens are sampled."""
         self._requests: list[AcceptedRequest | None] = [None] * num_slots
@@ -72,26 +67,16 @@ class SlotTable:
         self._tokens[slot] = -1
 
     def decode_inputs(self, steps: int) -> Slots:
-        """Return the state for `decode`.
-
-        Args:
-            steps: maximum number of tokens of each slot in this call.
-        """
+        """Return the state for `decode`, for at most `steps` tokens of each slot."""
         sizes = (self._lengths, self._last_tokens, self._stop_states, np.minimum(self._remaining, steps))
         # Copies, because jax may still read an argument after the call has returned.
         copies = (np.array(array) for array in (self.active, *sizes, self._keys, self._temperatures))
         return Slots(*cast(tuple[jax.Array, ...], tuple(copies)))
 
     def add(self, tokens: np.ndarray, logprobs: np.ndarray, version: WeightVersion) -> np.ndarray:
-        """Add sampled tokens to the requests.
+        """Add sampled tokens, as in `Decoded`, to the requests; return the number of tokens of each slot.
 
-        Args:
-            tokens: as in `Decoded`.
-            logprobs: as in `Decoded`.
-            version: number of training steps that produced the weights.
-
-        Returns:
-            The number of sampled tokens of each slot.
+        `version` is the number of training steps that produced the weights.
 
         Raises:
             SamplerError: if a log-probability is invalid.
@@ -121,14 +106,7 @@ class SlotTable:
         return counts
 
     def end(self, stop_states: np.ndarray) -> list[tuple[int, AcceptedRequest, Generation]]:
-        """End the requests that are complete.
-
-        Args:
-            stop_states: as in `Decoded`.
-
-        Returns:
-            Slot, request and generation of each.
-        """
+        """End the requests that are complete by the `stop_states` of `Decoded`; return slot, request and generation."""
         self._stop_states = np.array(stop_states)
         stopped = self._stop_states == ENDED
         ended = np.flatnonzero(self.active & (stopped | (self._remaining == 0)))
@@ -186,11 +164,7 @@ class Piece(NamedTuple):
 def prefill_calls(pieces: Sequence[Piece], shapes: PrefillShapes, shards: int, shard_slots: int) -> Iterator[Tokens]:
     """Yield the arguments of `prefill`: chunks of the pieces, in order; see `PrefillShapes.long_tokens`.
 
-    Args:
-        pieces: tokens to add to the cache.
-        shapes: sizes of calls.
-        shards: number of data shards.
-        shard_slots: number of slots of each; slots are numbered within their shard.
+    Slots are numbered within their shard; each shard has `shard_slots`.
     """
     cuts = [shapes.long_tokens(len(tokens)) for _, _, tokens in pieces]
     firsts = [piece._replace(tokens=piece.tokens[:cut]) for piece, cut in zip(pieces, cuts, strict=True)]
@@ -229,10 +203,7 @@ def copy_arguments(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the arguments of `copy_slots`, with slots numbered within their shard.
 
-    Args:
-        copies: source and target of each copy, in the same shard.
-        shards: number of data shards.
-        shard_slots: number of slots of each.
+    Source and target of each copy are in the same shard, which has `shard_slots`.
     """
     pairs = np.zeros((2, shards, shard_slots), np.int32)
     counts = np.zeros(shards, np.int32)

@@ -97,13 +97,7 @@ def _tabulate(texts: Sequence[bytes], pieces: Sequence[bytes], stop_token_ids: C
 
 
 def _essence(piece: bytes, texts: Sequence[bytes], other: re.Pattern[bytes] | None) -> bytes:
-    """Return a shorter text with the same transitions; a large vocabulary has few different ones.
-
-    Args:
-        piece: the bytes of a token.
-        texts: the stop texts.
-        other: matches bytes that no stop text has.
-    """
+    """Return a shorter text with the same transitions; `other` matches bytes that no stop text has."""
     if any(text in piece for text in texts):
         return texts[0]
     parts = [piece] if other is None else other.split(piece)

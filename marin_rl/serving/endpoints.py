@@ -121,9 +121,7 @@ class Endpoints:
     def routes(self, prefix: str, policy_of: Callable[[Request], AbstractPolicy]) -> list[Route]:
         """Return the routes of a policy.
 
-        Args:
-            prefix: of all paths.
-            policy_of: returns the policy of a request, or raises `ApiError`.
+        All paths begin with `prefix`. `policy_of` returns the policy of a request, or raises `ApiError`.
         """
 
         def card(policy: AbstractPolicy) -> dict[str, Any]:
@@ -227,12 +225,7 @@ class Endpoints:
         return tuple(self._tokenizer.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
 
     async def parse(self, body_class: type[BodyT], data: bytes, temperature: float | None = None) -> BodyT:
-        """Parse and validate the body of a request.
-
-        Args:
-            body_class: the endpoint's class.
-            data: the body.
-            temperature: replaces that of the request, unless None.
+        """Parse and validate the body of a request. `temperature` replaces that of the request, unless it is None.
 
         Raises:
             ApiError: if it is invalid.

@@ -50,11 +50,7 @@ class EngineRequest:
     """Id of the response."""
 
     def reader(self, decode: Callable[[Sequence[int], bool], str]) -> ReplyReader:
-        """Return a reader of the reply.
-
-        Args:
-            decode: decodes the tokens of a reply; the second argument is `skip_special_tokens`.
-        """
+        """Return a reader of the reply. The second argument of `decode` is `skip_special_tokens`."""
         return ReplyReader(
             lambda tokens: decode(tokens, self.skip_special_tokens),
             self.stop,
@@ -69,9 +65,8 @@ class Engine:
     def __init__(self, sampler: Sampler, decode: Callable[[Sequence[int], bool], str]) -> None:
         """Accept requests; `start` answers them.
 
-        Args:
-            sampler: used only by the engine's thread from `start` to `close`.
-            decode: decodes the tokens of a reply; the second argument is `skip_special_tokens`.
+        Only the engine's thread uses the sampler, from `start` to `close`. The second argument of `decode` is
+        `skip_special_tokens`.
         """
         self.failure: Exception | None = None
         """The error that ended the engine."""

@@ -116,11 +116,7 @@ class Gateway:
     ) -> None:
         """Create a server, which does not listen yet.
 
-        Args:
-            tokenizer: tokenizer of messages and replies.
-            limits: limits of every rollout.
-            vocab_size: vocabulary size of the policy, which may be larger than the tokenizer's.
-            has_stop_texts: whether `sampling.stop` ends replies.
+        `vocab_size` may be larger than the tokenizer's. `has_stop_texts` says whether `sampling.stop` ends replies.
         """
         self._tokenizer = tokenizer
         request_limits = RequestLimits(
@@ -140,11 +136,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def connect(self, recorder: AgentRecorder) -> AsyncIterator[AgentConnection]:
-        """Serve the policy to one agent until the end of the block.
-
-        Args:
-            recorder: samples and records its requests.
-        """
+        """Serve the policy to one agent until the end of the block; `recorder` samples and records its requests."""
         self._start()
         name = urllib.parse.quote(recorder.rollout_id, safe="")
         key = secrets.token_urlsafe(24)

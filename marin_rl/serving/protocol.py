@@ -254,11 +254,7 @@ BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 
 
 def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
-    """Validate the body of a request.
-
-    Args:
-        body_class: the endpoint's class.
-        body: parsed JSON; values of null count as absent.
+    """Validate the body of a request. Values of null count as absent.
 
     Raises:
         ApiError: if a parameter is invalid, unknown, or not implemented; names the first one.
@@ -404,9 +400,7 @@ class RequestLimits(NamedTuple):
     def check_length(self, param: str, items: str | Sequence[object]) -> None:
         """Check that a text, or a list of tokens or messages, is not certainly longer than the context.
 
-        Args:
-            param: its parameter.
-            items: the text, or a list whose items have at least one token each.
+        Items of a list have at least one token each.
 
         Raises:
             ApiError: if it is longer.
@@ -429,12 +423,6 @@ def engine_requests(
     """Return the requests of all choices, prompt by prompt, each `n` times with different seeds.
 
     Choice 0 of each prompt has the seed itself, choice i the seed `derive_seed(seed, i)`.
-
-    Args:
-        prompts: tokens of each prompt.
-        body: has the sampling parameters.
-        limits: limits of the server.
-        response_id: id of the response.
 
     Raises:
         ApiError: if a request exceeds a limit or is invalid.

@@ -44,14 +44,9 @@ class Choice:
     def __init__(
         self, index: int, prompt: Sequence[int], body: AnyRequest, piece: Callable[[int], bytes], opens_thoughts: bool
     ) -> None:
-        """Start the choice.
+        """Start the choice, of which `body` selects the fields.
 
-        Args:
-            index: index of the choice.
-            prompt: tokens of its prompt.
-            body: selects the fields.
-            piece: returns the bytes of a token.
-            opens_thoughts: see `ToolReader`.
+        `piece` returns the bytes of a token. `opens_thoughts` is as for `ToolReader`.
         """
         self._index, self._prompt, self._body, self._piece = index, prompt, body, piece
         self._tools = ToolReader(opens_thoughts) if isinstance(body, ChatRequest) and body.calls_tools else None

@@ -99,11 +99,7 @@ class ReplyReader:
     ) -> TextPart:
         """Add sampled tokens and return the next part of the reply.
 
-        Args:
-            token_ids: the next tokens.
-            logprobs: their log-probabilities.
-            end: why the generation ended with these tokens; None if it continues.
-            versions: versions of the weights; see `TextPart`.
+        `end` is why the generation ended with these tokens; None if it continues. `versions` are as in `TextPart`.
         """
         tokens = list(token_ids)
         stop_reason: int | str | None = None
@@ -179,8 +175,7 @@ class ToolReader:
     def __init__(self, opens_thoughts: bool) -> None:
         """Start an empty reply.
 
-        Args:
-            opens_thoughts: whether the prompt ends with `<think>`, so that the reply begins in its thoughts.
+        With `opens_thoughts`, the prompt ends with `<think>`, so the reply begins in its thoughts.
         """
         self._parser = ReplyParser(opens_thoughts)
         self._passed = 0

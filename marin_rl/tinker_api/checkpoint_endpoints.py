@@ -43,10 +43,7 @@ class CheckpointEndpoints:
     ) -> None:
         """Use a service.
 
-        Args:
-            service: has the checkpoints.
-            read_values: reads the JSON body of a request.
-            check_key: raises `ApiError` unless a request has the API key.
+        `read_values` reads the JSON body of a request; `check_key` raises `ApiError` unless a request has the API key.
         """
         self._service, self._read_values, self._check_key = service, read_values, check_key
         self._link_secret = secrets.token_bytes(32)

@@ -51,12 +51,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, base: ServedModel) -> None:
-        """Use a folder; incomplete checkpoints of earlier processes are deleted.
-
-        Args:
-            folder: of all models.
-            base: model that the checkpoints belong to.
-        """
+        """Use the folder of all models; incomplete checkpoints of earlier processes are deleted."""
         self._folder, self._base = folder, base
         for partial in folder.glob("*/*/.*.partial"):
             shutil.rmtree(partial)

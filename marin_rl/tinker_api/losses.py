@@ -135,11 +135,8 @@ def token_terms(
 ) -> Float32[Array, "*shape"]:
     """Compute the term of every token.
 
-    Args:
-        settings: the loss; traced, so that all losses are one program.
-        logprobs: log-probs `l` of the targets.
-        factors: weights `w` or advantages `A`.
-        old: old log-probs `q`; 0 without them.
+    `settings` are traced, so that all losses are one program. `factors` are weights `w` or advantages `A`; `logprobs`
+    are `l` of the targets, `old` are `q`, or 0 without them.
     """
     # An infinite ratio must not make NaN of a term or gradient that does not depend on it: where the factor is 0, where
     # the ratio is clipped, and in losses without one.

@@ -28,12 +28,7 @@ from marin_rl.types import Generation, StopReason
 
 
 def check_sample(params: SampleParams, max_context: int, vocab_size: int) -> None:
-    """Check a request.
-
-    Args:
-        params: the request.
-        max_context: maximum number of tokens of a sample with its prompt.
-        vocab_size: number of tokens of the model.
+    """Check a request. `max_context` is the maximum number of tokens of a sample with its prompt.
 
     Raises:
         RequestError: if a value is out of range or not supported; names it.

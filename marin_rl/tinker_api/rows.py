@@ -58,11 +58,7 @@ def find_prompts(data: Sequence[Datum], loss_fn: str) -> list[Prompt]:
     """Return the beginning that each of the data shares with others; of length 0 if there is none.
 
     Of the data in the order of their beginnings, neighbours share one such that most positions are saved: the samples
-    of a prompt, and not all data that begin with the same few tokens.
-
-    Args:
-        data: data with equal numbers of targets.
-        loss_fn: the loss.
+    of a prompt, and not all data that begin with the same few tokens. All data have equal numbers of targets.
     """
     starts = [_without_loss(datum, LOSSES[loss_fn]) for datum in data]
     order = sorted(range(len(data)), key=lambda index: starts[index].tobytes())
@@ -136,13 +132,7 @@ class Rows:
         self._tokens, self._shards = tokens, shards
 
     def place(self, data: Sequence[Datum], indices: Sequence[int], loss_fn: str) -> list[Placed]:
-        """Place some data with equal numbers of targets, at least one.
-
-        Args:
-            data: the data of a request.
-            indices: which of them.
-            loss_fn: the loss.
-        """
+        """Place the data of `indices`, at least one, with equal numbers of targets."""
         prompts = find_prompts([data[index] for index in indices], loss_fn)
         sharing = {index: prompt for index, prompt in zip(indices, prompts, strict=True) if prompt.length}
         whole = [self._place_whole(data, indices)]

@@ -37,11 +37,7 @@ class Service:
     def __init__(self, trainer: Trainer, folder: Path, base: ServedModel, limits: Limits = Limits()) -> None:
         """Read the journal of an earlier process.
 
-        Args:
-            trainer: runs operations.
-            folder: of the checkpoints, of the journal and of the recovery state.
-            base: model that the trainer has.
-            limits: times.
+        `folder` has the checkpoints, the journal and the recovery state; `base` is the model that the trainer has.
 
         Raises:
             UserError: if another server uses the folder, or if the folder belongs to another base model.
@@ -279,11 +275,7 @@ class Service:
             return sampler
 
     def sample(self, body: requests.SampleBody, data: bytes) -> Promise:
-        """Accept a prompt to sample from.
-
-        Args:
-            body: the request.
-            data: its canonical bytes.
+        """Accept a prompt to sample from; `data` are the canonical bytes of the request.
 
         Raises:
             ApiError: if it is refused.
@@ -315,14 +307,7 @@ class Service:
         await asyncio.to_thread(self._state.journal.sync, position)
 
     async def retrieve(self, id: str, seconds: float) -> Promise | None:
-        """Wait for a result. It is kept for a while after this.
-
-        Args:
-            id: of the request.
-            seconds: maximum time.
-
-        Returns:
-            The request with its result; None if there is none yet.
+        """Wait for a result, at most `seconds`; None if there is none yet. It is kept for a while after this.
 
         Raises:
             ApiError: if there is no such request.

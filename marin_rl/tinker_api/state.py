@@ -135,9 +135,7 @@ class ServerState:
     def __init__(self, folder: Path, base: ServedModel) -> None:
         """Read the journal of an earlier process.
 
-        Args:
-            folder: of the checkpoints, of the journal and of the recovery state.
-            base: model that the trainer has.
+        `folder` has the checkpoints, the journal and the recovery state; `base` is the model that the trainer has.
 
         Raises:
             UserError: if another server uses the folder, or if the folder belongs to another base model.

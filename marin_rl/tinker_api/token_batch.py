@@ -47,13 +47,8 @@ _VALUES = {"targets": np.int32, "scored": np.bool_, "factors": np.float32, "old_
 def pack_data(data: Sequence[Datum], loss_fn: str, placed: Placed, pad_token_id: int) -> Iterator[Piece]:
     """Put data into microbatches of one shape.
 
-    The number of targets of a position is rounded up to a power of two.
-
-    Args:
-        data: the data of a request.
-        loss_fn: the loss.
-        placed: some of the data, with equal numbers of targets, and their places.
-        pad_token_id: token id of padding.
+    The number of targets of a position is rounded up to a power of two. `placed` has some of the data, with equal
+    numbers of targets, and their places.
 
     Yields:
         The microbatches, on the host.

@@ -77,13 +77,8 @@ def with_reference(
     """Return the pairs with the log-probabilities of the reference, and the file of these.
 
     A run that resumes reads them in the checkpoint of step 0. If this is lost, or the pairs were changed, they are
-    computed again, with the policy in that checkpoint or, without it, with the initial weights of the config.
-
-    Args:
-        parts: parts of the run.
-        pairs: all pairs.
-        checkpoints: checkpoints of the run.
-        policy: the reference of a new run; None if the run resumes.
+    computed again, with the policy in that checkpoint or, without it, with the initial weights of the config. `policy`
+    is the reference of a new run; None if the run resumes.
     """
     tokens = hashlib.sha256(b"".join(pair.input_ids.tobytes() + pair.loss_mask.tobytes() for pair in pairs)).digest()
     if policy is None:

@@ -122,12 +122,7 @@ def feedback(rollout: Rollout) -> str:
 
 
 def with_context(batch: RolloutBatch, rollouts: Sequence[Rollout], prompt_of: ContextPrompt) -> RolloutBatch:
-    """Replace the prompt at the start of every sequence.
-
-    Args:
-        batch: arrays of the rollouts.
-        rollouts: the same rollouts.
-        prompt_of: returns the new prompt of a rollout.
+    """Replace the prompt at the start of every sequence. `batch` has the arrays of `rollouts`.
 
     Returns:
         A batch with the same action tokens in the same order, without their scores and advantages.

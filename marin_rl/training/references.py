@@ -67,12 +67,7 @@ class References:
     """The reference of a run, which scores rollouts or teaches in the updates. Each of its models is loaded once."""
 
     def __init__(self, parts: RunParts, initial: Callable[[], LmHeadModel | Adapter]) -> None:
-        """Load nothing yet.
-
-        Args:
-            parts: parts of the run.
-            initial: loads the weights at the start of RL.
-        """
+        """Load nothing yet; `initial` loads the weights at the start of RL."""
         self._parts = parts
         self._initial = functools.cache(initial)
         self._teacher = functools.cache(functools.partial(load_teacher, parts))
@@ -90,9 +85,6 @@ class References:
 
     def open_learner(self, vocab_size: int) -> Learner:
         """Return the learner of the run, with the teacher of `kl: {type: exact}` if there is one.
-
-        Args:
-            vocab_size: vocabulary size of the policy.
 
         Raises:
             PolicyModelError: as for `load_teacher`.
@@ -211,9 +203,7 @@ def load_teacher(parts: RunParts, path: str) -> Teacher:
 def find_teacher(parts: RunParts, path: str) -> tuple[RunParts, str]:
     """Check a teacher without its weights.
 
-    Args:
-        parts: parts of the run.
-        path: a run directory, or a folder or hub name in Hugging Face format.
+    `path` is a run directory, or a folder or hub name in Hugging Face format.
 
     Returns:
         Parts of the run with the architecture of the teacher and its weights in compute precision, and the folder or
@@ -283,9 +273,7 @@ def check_reference(parts: RunParts) -> str:
 def check_tokenizer(policy: str | None, path: str) -> None:
     """Check that every token of the policy's tokenizer, added tokens included, is the same one of the teacher's.
 
-    Args:
-        policy: `tokenizer.path` of the policy.
-        path: the teacher.
+    `policy` is the policy's `tokenizer.path`, and `path` the teacher.
 
     Raises:
         PolicyModelError: if a token differs; names the first one.

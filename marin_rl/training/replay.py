@@ -91,17 +91,7 @@ def timed_step(
 ) -> tuple[TrainedStep, dict[str, float]]:
     """Train on groups, and add rates and seconds by phase to the metrics.
 
-    Args:
-        model: architecture.
-        learner: computes weight updates.
-        builder: computes advantages and batches.
-        state: **donated**; use the returned state.
-        groups: groups to train on.
-        step: step that trains on the groups.
-        vocab_size: vocabulary size of the model.
-
-    Returns:
-        The result of the updates, and all metrics.
+    `state` is **donated**; use the returned state. Returns the result of the updates, and all metrics.
     """
     started, timer = time.perf_counter(), PhaseTimer()
     trained = train_on_groups(builder, learner, state, groups, step, timer)
@@ -272,14 +262,7 @@ def _make_builder(
 
 
 def _stored_scores(scores: Mapping[str, TokenScores], logprobs: str, model: Any, batch: RolloutBatch) -> Scores:
-    """Return stored scores in the form of a scorer.
-
-    Args:
-        scores: per rollout id, the scores by column.
-        logprobs: column of the log-probs.
-        model: not used.
-        batch: the rollouts.
-    """
+    """Return stored scores, by rollout id and column, in the form of a scorer. The model is not used."""
 
     def read(name: str) -> np.ndarray:
         counts = zip(batch.ids, batch.num_loss_tokens, strict=True)
@@ -321,10 +304,7 @@ def parse_shape(text: str, max_length: int) -> FakeShape:
     """Parse a shape such as `prompt=32,completion=16-64,steps=4`.
 
     `prompt` and `completion` are numbers of tokens, or ranges from which lengths are drawn; `steps` is 4 by default.
-
-    Args:
-        text: the shape.
-        max_length: `rollouts.max_length`, which rollouts must not exceed.
+    `max_length` is `rollouts.max_length`, which rollouts must not exceed.
 
     Raises:
         ValueError: if a name is unknown, missing or repeated, a number is invalid, or a rollout is too long.
@@ -368,9 +348,7 @@ class FakeRun(NamedTuple):
 def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
     """Train random weights, or a new adapter, on the same synthetic rollouts for some steps. Nothing is stored.
 
-    Args:
-        config: training config; `model` is set.
-        shape: lengths of the rollouts.
+    The config has its `model` set.
     """
     parts = RunParts.start(dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0)))
     if config.lora is None:
@@ -409,15 +387,7 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
 def make_groups(shape: FakeShape, count: int, group_size: int, vocab_size: int, seed: int) -> list[RolloutGroup]:
     """Make groups with random tokens, lengths and rewards between 0 and 1.
 
-    Args:
-        shape: lengths.
-        count: number of groups.
-        group_size: rollouts of a group.
-        vocab_size: token ids are below it.
-        seed: seed of all random numbers.
-
-    Returns:
-        Groups whose rollouts share a prompt. Log-probs are those of a uniform distribution.
+    The rollouts of a group share a prompt. Log-probs are those of a uniform distribution.
     """
     random = np.random.default_rng(derive_seed(seed, "fake rollouts"))
     logprob = -float(np.log(vocab_size))

@@ -74,14 +74,8 @@ def compare_on_resume(
 ) -> tuple[RunFiles, list[str]]:
     """Compare the files of a run with those at its checkpoint; call it in the main process.
 
-    Args:
-        saved: files at the checkpoint from which the run resumes.
-        checkpoint: folder of the checkpoint.
-        inputs: checksums of the inputs now.
-        accept: whether to continue with changed files.
-
-    Returns:
-        The files from which the run continues, and messages for the user.
+    `saved` are the files at the checkpoint, `inputs` the checksums now. `accept` continues with changed files. Returns
+    the files from which the run continues, and messages for the user.
 
     Raises:
         RunDirectoryError: if a file was changed and `accept` is false; the message names all changed files.
@@ -150,9 +144,7 @@ def _compare_rollouts(
 def warn_of_changed_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
     """Log a warning for each input of a run that differs from that of its checkpoint.
 
-    Args:
-        checkpoint: checkpoint of the run.
-        inputs: checksums of the sections that the command reads.
+    `inputs` are the checksums now, of the sections that the command reads.
     """
     saved = RunFiles.decode(checkpoint.read(RUN_FILES)).inputs
     before = {section: files for section, files in saved.items() if section in inputs}
@@ -239,8 +231,7 @@ class RunState:
     def drop_stale(self, version: WeightVersion) -> Dropped:
         """Drop waiting groups that are too old, and request those again that were never trained on.
 
-        Args:
-            version: version of the weights to be updated.
+        `version` is that of the weights to be updated.
         """
         stale = self.replay.expire(version)
         untrained = [entry for entry in stale if entry.uses_left == self.scheduler.limits.max_uses]
@@ -273,14 +264,8 @@ class RunState:
     ) -> StoragePath:
         """Start to write a checkpoint with the complete state of the run.
 
-        Args:
-            checkpoints: checkpoint directory.
-            trainer_state: weights, optimizer state and random key.
-            worker_counts: counters of the rollout source.
-            run_files: files of the run up to the step.
-
-        Returns:
-            The folder of the checkpoint, which is complete when its files are written in the background.
+        `worker_counts` are the counters of the rollout source. The returned folder is complete when its files are
+        written in the background.
         """
         self.progress.scheduler = self.scheduler.state
         self.progress.worker_counts = worker_counts

@@ -34,10 +34,8 @@ from marin_rl.utils.storage import StoragePath
 def require_shared_folder(folder: StoragePath) -> None:
     """Check that all training processes see the same run directory, which stores the checkpoint shards of each.
 
-    The main process writes a random text, and every process reads it back.
-
-    Args:
-        folder: the run directory, which exists on the host of the main process.
+    The main process writes a random text, and every process reads it back. The folder exists on the host of the main
+    process.
 
     Raises:
         RunDirectoryError: in every process; names the processes that do not see the folder.
@@ -85,8 +83,7 @@ _OF_EACH_PROCESS = (
 def require_same_config(own: str) -> None:
     """Check that all training processes have the same config, except for addresses, folders and logs.
 
-    Args:
-        own: config of this process, as YAML.
+    `own` is the config of this process, as YAML.
 
     Raises:
         RunDirectoryError: in every process; names the processes and keys that differ from the main process.
@@ -100,9 +97,6 @@ def require_same_config(own: str) -> None:
 
 def require_same_inputs(inputs: Inputs) -> None:
     """Check that all training processes have the same input files, each on its own host.
-
-    Args:
-        inputs: checksums of the inputs of this process.
 
     Raises:
         ProcessesDifferError: in every process; names the processes and files that differ from the main process.
@@ -129,9 +123,6 @@ def require_same_tasks(environment: AbstractEnvironment) -> None:
     Each process draws the tasks of all groups itself, and samples a share of them. With other tasks in one process, a
     warm start would mix two batches, and a process could wait for groups that the others do not need.
 
-    Args:
-        environment: environment of this process.
-
     Raises:
         ProcessesDifferError: in every process; names the processes and splits that differ.
     """
@@ -151,12 +142,7 @@ def require_same_batch(step: int, batch: RolloutBatch, updates: Sequence[PackedB
     """Check that all training processes have the same batch.
 
     Each process computes the batch from the rollouts and feeds its rows to its devices, so an undetected difference
-    would make the gradient wrong.
-
-    Args:
-        step: training step.
-        batch: rollouts of the step, with advantages.
-        updates: its updates, of which this process may have a part of the rows.
+    would make the gradient wrong. This process may have a part of the rows of `updates`.
 
     Raises:
         ProcessesDifferError: in every process; names the processes and arrays that differ.
@@ -172,10 +158,7 @@ def require_same_batch(step: int, batch: RolloutBatch, updates: Sequence[PackedB
 
 
 def check_weight_address(host: str) -> None:
-    """Check that workers can fetch weights from all training processes.
-
-    Args:
-        host: `weights.host`.
+    """Check that workers can fetch weights from all training processes at `weights.host`.
 
     Raises:
         ValueError: if it is reachable from its own machine only, and training runs on several.
@@ -191,9 +174,7 @@ def check_weight_address(host: str) -> None:
 def check_shared_sampling(sampler: SamplerConfig, batch_scoped: Sequence[str]) -> None:
     """Check that several training processes can divide the groups of a step among themselves.
 
-    Args:
-        sampler: sampler of a run in `mode: sync`.
-        batch_scoped: keys of the reward functions with `scope: batch`.
+    The sampler is that of a run in `mode: sync`. `batch_scoped` are keys of the reward functions with `scope: batch`.
 
     Raises:
         ValueError: if they cannot; the message names the setting and the remedy.

@@ -57,11 +57,7 @@ class ForeignTask:
     """
 
     def __init__(self, name: str) -> None:
-        """Start the task.
-
-        Args:
-            name: name of the task, for log messages.
-        """
+        """Start the task."""
         self._calls: asyncio.Queue[_ForeignCall | None] = asyncio.Queue()
         self._running: _ForeignCall | None = None
         self._task = asyncio.create_task(self._run(), name=name)
@@ -69,11 +65,8 @@ class ForeignTask:
     async def call(self, function: Callable[[], Awaitable[Result]], grace: float) -> Result:
         """Return the result of a coroutine function.
 
-        If the caller is cancelled, the coroutine is cancelled too; if it does not end in time, it is abandoned.
-
-        Args:
-            function: called in the task.
-            grace: seconds in which it must end after a cancellation.
+        If the caller is cancelled, the coroutine is cancelled too; if it does not end in time, it is abandoned. It has
+        `grace` seconds to end after a cancellation.
 
         Raises:
             ForeignError: if it raises anything, a `CancelledError` of its own included.
@@ -283,11 +276,7 @@ class BackgroundJob:
     """
 
     def __init__(self, name: str) -> None:
-        """Set the thread's name. The thread starts with the first job.
-
-        Args:
-            name: prefix of the thread's name.
-        """
+        """Set the prefix of the thread's name. The thread starts with the first job."""
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
         self._running: concurrent.futures.Future[None] | None = None
 

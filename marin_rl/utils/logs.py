@@ -69,9 +69,7 @@ def _is_module(module: str) -> bool:
 def without_message(logger: str, start: str) -> Iterator[None]:
     """Drop a message of a library about something that the block handles; its other messages are kept.
 
-    Args:
-        logger: name of the library's logger.
-        start: text that the message begins with.
+    `logger` is the name of the library's logger; the message begins with `start`.
     """
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -111,12 +109,8 @@ def log_to(
 ) -> Iterator[None]:
     """Append the log messages of this package to a file. Creates its folder.
 
-    A file in an object store is uploaded every 30 seconds and at the end of the block.
-
-    Args:
-        file: the log file.
-        level: minimum level of messages.
-        modules: levels of single modules or packages, by name.
+    A file in an object store is uploaded every 30 seconds and at the end of the block. `level` is the minimum level of
+    messages; `modules` has levels of single modules or packages, by name.
     """
     logger, modules = logging.getLogger("marin_rl"), modules or {}
     with writing(file):

@@ -65,13 +65,7 @@ def index_and_count() -> tuple[int, int]:
 
 
 def on_main(work: Callable[[], Result]) -> Result:
-    """Call a function in the main process and broadcast its result; the other processes wait.
-
-    Args:
-        work: called only in the main process.
-
-    Returns:
-        The function's result, in every process.
+    """Call a function only in the main process and broadcast its result to all; the other processes wait.
 
     Raises:
         MainProcessError: in the other processes, if the function raised. The main process raises the original error.

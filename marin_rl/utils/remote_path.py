@@ -111,9 +111,7 @@ class RemotePath:
     def write_bytes(self, data: bytes | memoryview, *, only_new: bool = False) -> None:
         """Write the object, atomically.
 
-        Args:
-            data: content.
-            only_new: fail if the object exists; of several processes that write it, one succeeds.
+        `only_new` fails if the object exists; of several processes that write it, one succeeds.
 
         Raises:
             FileExistsError: if `only_new` and the object exists.

@@ -72,9 +72,6 @@ def retrying(
         attempt: the function to call.
         clock: source of time.
 
-    Returns:
-        The result of the first successful attempt.
-
     Raises:
         Exception: the error of the last attempt, if no further attempt is allowed.
     """

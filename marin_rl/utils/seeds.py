@@ -10,13 +10,8 @@ def derive_seed(*parts: int | str) -> int:
     """Hash `parts` to a seed below 2**63.
 
     Every random draw of a run is a function of the run's seed and of the draw's purpose (`"sample"`, step 7,
-    group 3, attempt 5), not of earlier draws. A resumed run therefore repeats the draws of an uninterrupted run.
-
-    Args:
-        parts: integers and strings; their order and types matter.
-
-    Returns:
-        The seed.
+    group 3, attempt 5), not of earlier draws. A resumed run therefore repeats the draws of an uninterrupted run. The
+    order and types of `parts` matter.
 
     >>> derive_seed(0, "sample", 7) == derive_seed(0, "sample", 7)
     True

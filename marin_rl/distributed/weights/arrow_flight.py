@@ -143,11 +143,8 @@ class WeightServer(flight.FlightServerBase):
     def __init__(self, secret: str, name: str, *, host: str, port: int) -> None:
         """Bind the port and start serving in background threads.
 
-        Args:
-            secret: the run's secret. Callers without it are rejected in the TLS handshake.
-            name: name of the training host in error messages.
-            host: name or address to bind.
-            port: port to bind; 0 selects a free port.
+        Callers without the run's secret are rejected in the TLS handshake. Errors name the training host by `name`.
+        Port 0 selects a free port.
 
         Raises:
             OSError: if the address cannot be bound.
@@ -257,11 +254,8 @@ class FlightSource:
     def __init__(self, address: str, secret: str, *, streams: int, call_seconds: float = CALL_SECONDS) -> None:
         """Set up the client without connecting.
 
-        Args:
-            address: the server, `grpc+tls://host:port`.
-            secret: the run's secret.
-            streams: number of concurrent streams, each on a separate connection.
-            call_seconds: timeout of a call, in seconds.
+        The address is `grpc+tls://host:port`. Each of the concurrent streams has a separate connection. A call times
+        out after `call_seconds`.
         """
         self._address = address
         self.streams = streams

@@ -60,13 +60,9 @@ class WeightReceiver:
     def __init__(
         self, sources: Sequence[FlightSource], retry: RetryConfig, *, cast: bool, clock: Clock | None = None
     ) -> None:
-        """Set up the receiver without connecting.
+        """Set up the receiver for the weight servers of all training hosts, without connecting.
 
-        Args:
-            sources: weight servers of all training hosts.
-            retry: limits of retries after an error.
-            cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
-            clock: clock for tests; None for the real one.
+        `cast` permits floating-point arrays of another floating-point dtype than the receiver's. Tests pass a clock.
         """
         self._sources = tuple(sources)
         self._retry = retry
@@ -82,11 +78,7 @@ class WeightReceiver:
         return retrying(self._retry, (ServerLostError, CorruptTransferError), self._find_newest, self._clock)
 
     def wait_for(self, version: WeightVersion, timeout: float) -> None:
-        """Wait until every sender has a version, or a newer one.
-
-        Args:
-            version: the version.
-            timeout: seconds after which a sender that lacks it is an error.
+        """Wait at most `timeout` seconds until every sender has a version, or a newer one.
 
         Raises:
             WeightTransferError: if a sender does not publish it within the timeout, or does not respond.
@@ -183,10 +175,8 @@ def choose_pieces(
 ) -> dict[str, dict[PieceKey, Piece]]:
     """Choose the pieces that the receiver's devices need.
 
-    Args:
-        targets: arrays of the receiver, by name.
-        manifests: one manifest per training host, all of one version.
-        cast: whether floating-point arrays may be sent in another floating-point dtype than the receiver's.
+    There is one manifest per training host, all of one version. `cast` permits floating-point arrays of another
+    floating-point dtype than the receiver's.
 
     Returns:
         The pieces to fetch, by array name; of pieces with equal boxes, one.
@@ -262,9 +252,7 @@ def _aligned_empty(num_bytes: int) -> np.ndarray:
 def assemble(target: TargetArray, pieces: Sequence[tuple[Piece, np.ndarray]]) -> jax.Array | np.ndarray:
     """Place an array on the receiver's devices.
 
-    Args:
-        target: the receiver's array.
-        pieces: pieces that cover its boxes, each with its bytes (uint8). A piece that is a box is used without a copy.
+    `pieces` cover the boxes of the target, each with its bytes (uint8). A piece that is a box is used without a copy.
     """
     parts = [
         (piece.bounds, data.view(jnp.dtype(piece.dtype)).reshape(shape_of(piece.bounds))) for piece, data in pieces
@@ -345,10 +333,7 @@ def _split(manifest: Manifest, pieces: Sequence[int], streams: int) -> list[list
 def open_receiver(config: WeightTransferConfig, addresses: Sequence[str], secret: str) -> WeightReceiver:
     """Open the receiver of a worker, without connecting.
 
-    Args:
-        config: streams, dtype and retries.
-        addresses: sender addresses of all training hosts, in any order.
-        secret: the run's secret.
+    `addresses` are the senders of all training hosts, in any order.
     """
     sources = [FlightSource(address, secret, streams=config.streams) for address in addresses]
     return WeightReceiver(sources, config.retry, cast=config.sent_dtype is not None)

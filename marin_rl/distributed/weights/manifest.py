@@ -152,9 +152,7 @@ def named_leaves(tree: object) -> dict[str, Any]:
 def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
     """Return a tree with its arrays replaced.
 
-    Args:
-        tree: the tree; its other leaves are kept.
-        arrays: one array for each name of `named_leaves(tree)`.
+    There is one array for each name of `named_leaves(tree)`; other leaves are kept.
     """
 
     def replace(path: Any, leaf: Any) -> Any:
@@ -167,11 +165,8 @@ def copy_arrays(arrays: Mapping[str, Array], dtype: str | None) -> dict[str, Arr
     """Start copies with the shardings of the originals, without waiting for the devices.
 
     Arrays of one mesh are copied in one jitted program, compiled at the first call. The runtime executes the copies
-    before later programs, so the originals may be donated immediately.
-
-    Args:
-        arrays: the originals by name.
-        dtype: dtype that floating-point arrays are cast to; None for no cast.
+    before later programs, so the originals may be donated immediately. Floating-point arrays are cast to `dtype`, if it
+    is not None.
     """
     copies: dict[str, Array] = {}
     groups: dict[Hashable, dict[str, jax.Array]] = {}
@@ -272,11 +267,7 @@ class Manifest:
 
     @staticmethod
     def decode(text: bytes, source: str) -> "Manifest":
-        """Decode a manifest from `encode`.
-
-        Args:
-            text: the return value of `encode`.
-            source: name of the sender, for error messages.
+        """Decode a manifest from `encode`; errors name the sender, `source`.
 
         Raises:
             CorruptTransferError: if the text is not a manifest.

@@ -50,12 +50,8 @@ def take_snapshot(
     """Copy the shards of a host to host memory; waits for the devices.
 
     Only the first replica of a shard is read, so each shard is sent once over all hosts. Every host sends numpy arrays.
-
-    Args:
-        arrays: arrays that are not modified elsewhere. The dictionary is emptied, which frees device memory early.
-        version: version of the weights.
-        devices: devices of the shards that are sent.
-        chunk_bytes: bytes per chunk.
+    The arrays must not be modified elsewhere. The dictionary is emptied, which frees device memory early. `devices` are
+    those of the shards that are sent, in chunks of `chunk_bytes`.
     """
     pieces, data = [], []
     while arrays:
@@ -91,11 +87,8 @@ class WeightSender:
     ) -> None:
         """Set up the sender without starting a thread.
 
-        Args:
-            server: serves the snapshots; the sender closes it.
-            devices: devices of the shards that are sent.
-            dtype: dtype that floating-point arrays are cast to; None for no cast.
-            chunk_bytes: bytes per chunk.
+        The sender closes the server. Of all shards, those on `devices` are sent. Floating-point arrays are cast to
+        `dtype`, if it is not None.
         """
         self.address = server.address
         """Address to pass to `open_receiver`."""
@@ -111,11 +104,8 @@ class WeightSender:
 
         The version becomes available when the copy to the host is complete; until then the devices hold a second copy
         of the weights. A call waits for the previous publication. With several training hosts, all of them call
-        `publish` in the same order.
-
-        Args:
-            weights: tree of arrays, such as a model. Only arrays are transferred.
-            version: number of training steps; greater than every earlier version.
+        `publish` in the same order. Of `weights`, only arrays are transferred. `version` is the number of training
+        steps, greater than every earlier one.
 
         Raises:
             ValueError: if the version does not increase, or a leaf has a dtype that cannot be transferred.
@@ -151,12 +141,7 @@ class WeightSender:
 
 
 def open_sender(config: WeightTransferConfig, secret: str, host: TrainingHost) -> WeightSender:
-    """Start the weight server of a training host.
-
-    Args:
-        config: address and dtype.
-        secret: the run's secret, from `make_secret()`; equal on all training hosts.
-        host: the training host of this process.
+    """Start the weight server of a training host. `secret`, from `make_secret()`, is equal on all training hosts.
 
     Raises:
         OSError: if the address cannot be bound.

@@ -101,13 +101,8 @@ _START = (
 def worker_spec(file: str | None, config: SandboxConfig, level: Isolation, landlock: int) -> WorkerSpec:
     """Return the settings of a worker, except its scratch folder.
 
-    Its calls may read system programs, Python and the user's code; programs do not read `read_paths`.
-
-    Args:
-        file: the user's file, absolute; None for a worker that runs programs.
-        config: limits and further readable paths.
-        level: isolation of the worker.
-        landlock: Landlock version of the kernel.
+    Its calls may read system programs, Python and the user's code; programs do not read `read_paths`. `file` is
+    absolute; None for a worker that runs programs. `landlock` is the Landlock version of the kernel.
     """
     read, python_path = [*_SYSTEM, *_python_paths()], []
     if file is not None:
@@ -157,9 +152,7 @@ def _python_paths() -> tuple[str, ...]:
 def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
     """Return the command line of a worker.
 
-    Args:
-        spec: settings of the worker.
-        bubblewrap: path of `bwrap`, or None to start the worker without it.
+    `bubblewrap` is the path of `bwrap`, or None to start the worker without it.
     """
     # -P and -s keep the user's folders off the Python path; -B writes no bytecode next to the code.
     command = [sys.executable, "-P", "-s", "-B", "-c", _START, spec.to_json(), PACKAGE_ROOT]
@@ -184,8 +177,7 @@ def worker_command(spec: WorkerSpec, bubblewrap: str | None) -> list[str]:
 def worker_environment(folder: str) -> dict[str, str]:
     """Return the environment variables of a worker; none are inherited from the trainer.
 
-    Args:
-        folder: folder for temporary files.
+    `folder` is for temporary files.
     """
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",

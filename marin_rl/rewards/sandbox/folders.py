@@ -28,11 +28,7 @@ _LOCKED = 0x10 | 0x20
 def remove(path: str) -> str | None:
     """Remove a file or a folder with its contents, regardless of the permissions and flags that a call set.
 
-    Args:
-        path: the file or folder; a symbolic link is removed, not followed.
-
-    Returns:
-        None if it was removed, else the error message.
+    Returns the error message, if any. A symbolic link is removed, not followed.
     """
     for attempt in (_remove_plainly, _remove_unreadable, _remove_locked):
         with contextlib.suppress(OSError, RecursionError):
@@ -46,10 +42,8 @@ def remove(path: str) -> str | None:
 def exceeds_size(folder: str, limit: int, ignored: Collection[str]) -> bool:
     """Return whether the files below a folder use more disk space than `limit` (Linux).
 
-    Args:
-        folder: the folder.
-        limit: bytes, which may be negative. Every file and folder counts as at least 32 KiB, which bounds their number.
-        ignored: names in the folder that do not count.
+    The limit in bytes may be negative. Every file and folder counts as at least 32 KiB, which bounds their number.
+    Names in the folder that are `ignored` do not count.
     """
     size = 0
     if limit < 0:

@@ -53,11 +53,8 @@ _WAIT_ALL = 0x40000000
 def run(spec: WorkerSpec, source: str, connection: socket.socket, parent: int) -> None:
     """Load the file and fork the forkserver, which serves calls until the worker exits.
 
-    Args:
-        spec: settings of the worker.
-        source: the content of the file, decoded as Latin-1.
-        connection: socket to the worker.
-        parent: process id of the worker.
+    `source` is the content of the file, decoded as Latin-1; `parent` is the process id of the worker, to which the
+    socket is connected.
     """
     connection = _leave_worker(connection, parent)
     maps = _open_maps(spec)

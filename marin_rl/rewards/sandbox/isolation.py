@@ -74,21 +74,14 @@ print(json.dumps({
 
 
 def self_test(secret: str) -> str:
-    """Return a program that tries to escape from the sandbox.
-
-    Args:
-        secret: path of a file outside, which must not be readable.
-    """
+    """Return a program that tries to escape from the sandbox, and to read the file `secret` outside it."""
     return f"SECRET = {secret!r}\n{_SELF_TEST}"
 
 
 def find_holes(printed: str, processes: int, has_namespaces: bool) -> list[str]:
     """Return the forbidden actions that succeeded in the program `self_test`.
 
-    Args:
-        printed: the standard output of the program.
-        processes: number of processes that the sandbox allows.
-        has_namespaces: whether the file must not even be visible.
+    `processes` is the number that the sandbox allows. With namespaces the file must not even be visible.
 
     Raises:
         ValueError: if the output is not JSON.
@@ -143,8 +136,7 @@ def system_call(number: int, *arguments: object) -> int:
 def exit_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent process ends for any reason.
 
-    Args:
-        parent: id of the parent process. If it has already ended, this process exits at once.
+    If the parent has already ended, this process exits at once.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -166,10 +158,7 @@ def drop_capabilities() -> None:
 
 
 def restrict_system_calls(program: bytes) -> None:
-    """Add a filter of system calls to those of this process and its future children.
-
-    Args:
-        program: a filter of `seccomp`.
+    """Add a filter of `seccomp` to those of this process and its future children.
 
     Raises:
         OSError: if the kernel refuses.
@@ -293,10 +282,7 @@ def prepare_call(spec: WorkerSpec) -> None:
 def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
     """Confine this process, which is about to run a call. It was forked from one that `confine_import` confined.
 
-    Args:
-        spec: settings of the worker.
-        folder: the call's folder, the only one that it can write to.
-        loaded_bytes: bytes of address space that the loaded file uses.
+    `folder` is the only one that the call can write to. The loaded file uses `loaded_bytes` of address space.
 
     Raises:
         OSError: if the kernel refuses.
@@ -327,10 +313,7 @@ def confine_call(spec: WorkerSpec, folder: str, loaded_bytes: int) -> None:
 def confine_grader(memory_bytes: int) -> None:
     """Confine this process, which runs code of libraries on untrusted texts, as far as the machine permits.
 
-    It cannot write files, start programs, send signals or open connections.
-
-    Args:
-        memory_bytes: limit on its address space.
+    It cannot write files, start programs, send signals or open connections. `memory_bytes` limits its address space.
     """
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(limit, (0, 0))

@@ -122,9 +122,7 @@ class Sandbox:
     def __init__(self, config: SandboxConfig, strongest: Isolation = Isolation.FULL):
         """Create a sandbox that is not started yet.
 
-        Args:
-            config: limits, number of workers, and required isolation.
-            strongest: the strongest isolation to try; tests use lower levels to simulate other machines.
+        `strongest` is the strongest isolation to try; tests use lower levels to simulate other machines.
         """
         self.config = config
         self.failures: collections.Counter[RewardFailure] = collections.Counter()
@@ -203,10 +201,9 @@ class Sandbox:
         return f"sandbox: isolation {self.isolation.value} ({mechanisms}, limits on every call){missing}"
 
     async def load(self, file: str) -> dict[str, FunctionDescription]:
-        """Load a user's file in a worker and return its reward functions by name; later calls return or raise the same.
+        """Load a user's file, at an absolute path, in a worker and return its reward functions by name.
 
-        Args:
-            file: the Python file, absolute.
+        Later calls return or raise the same.
 
         Raises:
             UserFileError: if the file cannot be loaded.
@@ -246,13 +243,8 @@ class Sandbox:
     ) -> list[EvaluateResult]:
         """Score rollouts with one call of a user's function, in a separate process.
 
-        Args:
-            function: the reward function.
-            requests: the rollouts of this call; one if the function is pointwise.
-            options: further keyword arguments of the function; JSON values.
-
-        Returns:
-            One result for each request, in their order.
+        A pointwise function has one request. `options` are JSON values, passed as keyword arguments. There is one
+        result for each request, in their order.
 
         Raises:
             RewardCallError: if the call failed; the failure is counted in `failures`.
@@ -267,11 +259,7 @@ class Sandbox:
         """Score rollouts with one call of a pointwise function for each.
 
         Each call has a separate process, or up to `BATCH_CALLS` have one if the function is declared stateless.
-
-        Args:
-            function: the reward function.
-            requests: the rollouts.
-            options: further keyword arguments of the function; JSON values.
+        `options` are JSON values, passed as keyword arguments.
 
         Returns:
             The result of each request, or the failure of its call, which is counted in `failures`.
@@ -343,13 +331,8 @@ class Sandbox:
     async def run_python(self, code: str, stdin: str = "", seconds: float = math.inf) -> PythonResult:
         """Run a program that a model wrote, as `python main.py` would.
 
-        Args:
-            code: the program.
-            stdin: its standard input.
-            seconds: maximum duration, at most `wall_seconds` of the config; the wait for a worker does not count.
-
-        Returns:
-            Its output and exit state. The output is untrusted.
+        `seconds` is the maximum duration, at most `wall_seconds` of the config; the wait for a worker does not count.
+        The output is untrusted.
 
         Raises:
             RewardCallError: if the sandbox itself failed; the failure is counted in `failures`.

@@ -130,14 +130,8 @@ def reap(spare: int | None) -> None:
 def wait_until_alone(process: int, seconds: float) -> bool:
     """Wait until a child of this process is the only descendant and has a single thread.
 
-    A killed process can be reaped only after its last thread has ended, which can be after its state has changed.
-
-    Args:
-        process: process id of the child, which must be alive.
-        seconds: time limit in seconds.
-
-    Returns:
-        Whether that happened within the time limit.
+    A killed process can be reaped only after its last thread has ended, which can be after its state has changed. The
+    child must be alive. Returns whether this happened within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not _is_alone(process):
@@ -154,14 +148,9 @@ def _is_alone(process: int) -> bool:
 
 
 def pause(process: int, seconds: float) -> bool:
-    """Stop a child of this process with SIGSTOP and wait until it is stopped.
+    """Stop a child of this process with SIGSTOP and wait until it is stopped; SIGCONT resumes it.
 
-    Args:
-        process: process id of the child; SIGCONT resumes it.
-        seconds: time limit in seconds. A process that waits for a device or a child may not stop.
-
-    Returns:
-        Whether it is stopped.
+    Returns whether it stopped within `seconds`. A process that waits for a device or a child may not.
     """
     os.kill(process, signal.SIGSTOP)
     deadline = time.monotonic() + seconds
@@ -218,9 +207,6 @@ def end_descendants(spare: int | None, seconds: float) -> bool:
     Args:
         spare: a process to keep, if any; the process group that it leads is kept too.
         seconds: time limit in seconds.
-
-    Returns:
-        Whether no descendant is left.
     """
     deadline = time.monotonic() + seconds
     ended: set[int] = set()

@@ -152,10 +152,7 @@ def import_filter(machine: str, may_signal: bool) -> bytes:
     """Assemble the filter of a process that loads a file and forks its calls, eight bytes per instruction.
 
     The process can start processes, and change its own limits, parent-death signal, session and process group.
-
-    Args:
-        machine: `x86_64` or `aarch64`.
-        may_signal: whether it may send signals to all reachable processes.
+    `machine` is `x86_64` or `aarch64`. `may_signal` permits signals to all reachable processes.
     """
     tables = [_NETWORK, _OTHER_PROCESSES, _NAMESPACES, _KERNEL, _WATCHES, _SHARED_MEMORY, _ATTRIBUTES]
     column, number = _numbers(machine)
@@ -190,11 +187,8 @@ def import_filter(machine: str, may_signal: bool) -> bytes:
 def call_filter(machine: str, may_start_processes: bool) -> bytes:
     """Assemble the filter that a call adds to the one that it inherits.
 
-    It is short, because the kernel evaluates a new filter once for every system call number.
-
-    Args:
-        machine: `x86_64` or `aarch64`.
-        may_start_processes: whether the call may start processes and programs; threads are always allowed.
+    It is short, because the kernel evaluates a new filter once for every system call number. `machine` is `x86_64` or
+    `aarch64`. Threads are always allowed.
     """
     column, number = _numbers(machine)
     program = _for_all((_GROUPS, _LIMITS, _LANDLOCK, *([] if may_start_processes else [_PROGRAMS])), column, _REFUSE)

@@ -296,14 +296,10 @@ class Worker:
         exceeds_disk: Callable[[], bool],
         cpu_seconds: float,
     ) -> str | None:
-        """Read until the forkserver has answered; returns the name of the exceeded limit, or None.
+        """Read until the forkserver, the last stream, has answered; returns the name of the exceeded limit, or None.
 
-        Args:
-            streams: streams to read, by descriptor; the last is the forkserver's.
-            deadline: time limit, on the monotonic clock.
-            finished: returns whether the forkserver has answered.
-            exceeds_disk: returns whether files use too much space.
-            cpu_seconds: CPU time that the forkserver may use meanwhile; the kernel limits the other processes.
+        `deadline` is on the monotonic clock. The forkserver may use `cpu_seconds` meanwhile; the kernel limits the
+        other processes.
         """
         limits = self._spec.limits
         poll = select.poll()
@@ -343,8 +339,7 @@ class Worker:
     def _exceeds_disk(self, stdin: int | None) -> bool:
         """Return whether the scratch folder, and files that have been deleted from it, use too much space.
 
-        Args:
-            stdin: the standard input of the call, which does not count; None while a file is loaded.
+        The standard input of the call does not count; it is None while a file is loaded.
         """
         limit = self._spec.limits.folder_bytes
         if self._spec.has_namespaces:
@@ -362,11 +357,7 @@ class Worker:
             return exceeds_size(self._spec.scratch, limit - sum(deleted.values()), self._unremovable)
 
     def _deleted_files(self, stdin: int | None) -> dict[tuple[int, int], int] | None:
-        """Return the bytes of deleted files by device and inode; None if they cannot be counted.
-
-        Args:
-            stdin: a file that does not count.
-        """
+        """Return the bytes of deleted files except `stdin` by device and inode; None if they cannot be counted."""
         found: dict[tuple[int, int], int] = {}
         if not self._spec.counts_open_files:
             return found
@@ -449,11 +440,7 @@ def _clean_up(spec: WorkerSpec) -> None:
 
 
 def main(text: str) -> None:
-    """Serve as a worker until the trainer exits.
-
-    Args:
-        text: the spec, as JSON.
-    """
+    """Serve as a worker, with the spec as JSON, until the trainer exits."""
     spec = WorkerSpec.from_json(text)
 
     def terminate(*_: object) -> None:

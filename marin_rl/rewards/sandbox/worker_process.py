@@ -60,12 +60,10 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, spec: WorkerSpec, source: bytes, bubblewrap: str | None) -> Self:
-        """Start a worker.
+        """Start a worker; `scratch` of its settings is filled in here.
 
-        Args:
-            spec: settings of the worker; `scratch` is filled in here.
-            source: content of the user's file; empty for a worker that runs programs.
-            bubblewrap: path of `bwrap`, needed if the worker has namespaces.
+        `source` is the content of the user's file, empty for a worker that runs programs. A worker that has namespaces
+        needs the path of `bubblewrap`.
         """
         scratch = SCRATCH if spec.has_namespaces else tempfile.mkdtemp(prefix="marin_rl_calls_")
         spec = dataclasses.replace(spec, scratch=scratch)
@@ -102,11 +100,7 @@ class WorkerProcess:
         return self._process.returncode is None and not self._is_answer_pending
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request and return the answer.
-
-        Args:
-            request: the request, as JSON values.
-            seconds: time limit in seconds.
+        """Send a request of JSON values and return the answer.
 
         Raises:
             WorkerLostError: if the worker does not answer.
@@ -203,12 +197,7 @@ def _exceeded(cause: RewardFailure, config: SandboxConfig) -> RewardCallError:
 
 
 def failure_of(report: dict[str, Any], config: SandboxConfig) -> RewardCallError | None:
-    """Return the reason for which a call failed, or None if its process exited with status 0.
-
-    Args:
-        report: the worker's report on the call's process.
-        config: the limits of the call.
-    """
+    """Return the reason for which a call failed, or None if its process exited with status 0."""
     if report["violation"] is not None:
         return _exceeded(RewardFailure(report["violation"]), config)
     if report["status"] is None:
@@ -230,11 +219,7 @@ def failure_of(report: dict[str, Any], config: SandboxConfig) -> RewardCallError
 
 
 def failure_of_function(function: object, error: RewardCallError) -> str:
-    """Describe the failure of a function's call in a sentence.
-
-    Args:
-        function: name and file of the function.
-        error: the failure.
+    """Describe the failure of a function's call in a sentence. `function` is the name and file of the function.
 
     >>> failure_of_function("'f' of f.py", RewardCallError(RewardFailure.RAISED, "raised KeyError: 'k'"))
     "'f' of f.py raised KeyError: 'k'"
@@ -256,12 +241,7 @@ class _Answer(pydantic.BaseModel):
 
 
 def validated(answer: str, count: int, config: SandboxConfig) -> list[EvaluateResult]:
-    """Parse the untrusted answer of a call.
-
-    Args:
-        answer: the output of the call's process.
-        count: number of rollouts that the call scored.
-        config: the limits of the call.
+    """Parse the untrusted answer of a call, which scored `count` rollouts.
 
     Raises:
         RewardCallError: if it does not hold `count` valid results.

@@ -44,11 +44,7 @@ def _plots(groups: Sequence[RunGroup]) -> Iterator[tuple[str, str, Plot]]:
 def overview(groups: Sequence[RunGroup]) -> list[tuple[str, list[str]]]:
     """Summarize groups: their runs, first → last value of metrics (means over the runs), and settings that differ.
 
-    Args:
-        groups: the groups.
-
-    Returns:
-        Rows: label, and a cell for each group; the last value has the range of the runs. Not escaped.
+    Each row is a label, and a cell for each group; the last value has the range of the runs. Not escaped.
     """
     rows = [("runs", [", ".join(run.name for run in group.runs) for group in groups])]
     rows.append(("steps", [_steps(group) for group in groups]))
@@ -89,16 +85,10 @@ def print_overview(console: Console, groups: Sequence[RunGroup]) -> None:
 
 
 def comparison_data(groups: Sequence[RunGroup], selection: Selection, max_rollouts: int) -> dict[str, Any]:
-    """Collect the data of the page that compares groups.
+    """Collect the data, as JSON values, of the page that compares groups, at least one.
 
-    Args:
-        groups: at least one.
-        selection: filter of the rollouts; without steps, evaluations are shown if at least two runs have stored some.
-            Of the selected steps, the newest that all runs have stored is shown, or without one that of each run.
-        max_rollouts: maximum rollouts on the page.
-
-    Returns:
-        Nested plain values that JSON can represent.
+    Without steps in the selection, evaluations are shown if at least two runs have stored some. Of the selected steps,
+    the newest that all runs have stored is shown, or without one that of each run. The page has at most `max_rollouts`.
 
     Raises:
         RolloutStoreError: if a file of rollouts is damaged.

@@ -47,10 +47,7 @@ class StoredRollouts:
 
 
 def open_rollouts(path: StoragePath) -> StoredRollouts:
-    """Open a run directory or a file of rollouts.
-
-    Args:
-        path: a run directory, or a file with any name that ends in `.parquet`.
+    """Open a run directory, or a file of rollouts, with any name that ends in `.parquet`.
 
     Raises:
         RunDirectoryError: if the path is neither.
@@ -155,14 +152,8 @@ def parse_steps(text: str) -> range:
 def list_rollouts(source: StoredRollouts, selection: Selection, *, limit: int) -> Listing:
     """List the selected rollouts, first those of groups with different rewards, otherwise in the stored order.
 
-    Args:
-        source: source of the rollouts.
-        selection: filter.
-        limit: maximum number of rows.
-
-    Returns:
-        The first `limit` rows with the columns `LISTED_COLUMNS` and the texts of `summary.Summary`, and the number of
-        all selected rollouts.
+    At most `limit` rows are returned, with the columns `LISTED_COLUMNS` and the texts of `summary.Summary`, and the
+    number of all selected rollouts.
 
     Raises:
         RolloutNotFoundError: if none of the selected steps is stored.
@@ -183,11 +174,7 @@ def list_rollouts(source: StoredRollouts, selection: Selection, *, limit: int) -
 
 
 def unequal_groups(rows: Iterable[Row]) -> set[tuple[int, str, str]]:
-    """Return the keys of the groups with different rewards, which training learns from.
-
-    Args:
-        rows: rollouts of whole groups.
-    """
+    """Return the keys of the groups with different rewards, which training learns from. Rows are of whole groups."""
     rewards: dict[tuple[int, str, str], set[float]] = {}
     for row in rows:
         if row["reward"] is not None:
@@ -229,13 +216,7 @@ def newest_step(source: StoredRollouts, *, evaluation: bool) -> int | None:
 def find_rollout(source: StoredRollouts, id: str, steps: range | None = None) -> Row:
     """Load one rollout with all columns. If several evaluations contain the id, the newest rollout is returned.
 
-    Args:
-        source: source of the rollouts.
-        id: id of the rollout.
-        steps: steps to search; None for all.
-
-    Returns:
-        The rollout's row.
+    All steps are searched if `steps` is None.
 
     Raises:
         RolloutNotFoundError: if the rollout is not stored.

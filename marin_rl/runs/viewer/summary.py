@@ -42,11 +42,7 @@ class Summary(NamedTuple):
 
 
 def summarize(row: Row) -> Summary:
-    """Return the texts of a rollout.
-
-    Args:
-        row: the rollout, with `COLUMNS`.
-    """
+    """Return the texts of a rollout, a row with `COLUMNS`."""
     answer = row["answer"] or ""
     texts = "" if _TESTS.match(answer) else answer, _last_reply(row), reason_of(row)
     return Summary(_prompt(row), *(shorten(text, MAX_TEXT) for text in texts))
@@ -64,11 +60,7 @@ def _last_reply(row: Row) -> str:
 
 
 def reason_of(row: Row) -> str:
-    """Explain the reward of a rollout: why it has none or was cut off, and what its rewards are for.
-
-    Args:
-        row: the rollout, with `COLUMNS`.
-    """
+    """Explain the reward of a rollout: why it has none or was cut off, and what its rewards are for."""
     if row["error"]:
         return f"{row['status'].replace('_', ' ')}: {_first_line(row['error'])}"
     # Where the middle of a reason is left out, what differs between rollouts and the limit remain.
@@ -148,10 +140,6 @@ def info_text(row: Row) -> str:
 
 def shorten_prompts(prompts: Sequence[str], environments: Sequence[str]) -> list[str]:
     """Shorten prompts for a list. Words with which all long prompts of an environment begin or end are left out.
-
-    Args:
-        prompts: the prompts.
-        environments: name of the environment of each.
 
     >>> shorten_prompts([f"Solve the problem and reply with a number: {a}+1" for a in "12"], ["sums", "sums"])
     ['…1+1', '…2+1']

@@ -39,12 +39,7 @@ def print_listing(console: Console, listing: Listing, command: str) -> None:
     """Print one line for each rollout.
 
     A value that all rollouts share is printed once, below the list. On a narrow console texts are cut off, and columns
-    left out.
-
-    Args:
-        console: output console.
-        listing: the rollouts.
-        command: command that shows the first of them in full.
+    left out. `command` shows the first of them in full.
     """
     rows = listing.rows
     if not rows:
@@ -132,13 +127,7 @@ def _fitting(texts: Columns, others: Columns, width: int) -> tuple[Columns, list
 
 
 def print_rollout(console: Console, row: Row, *, tokens: bool) -> None:
-    """Print one rollout in full.
-
-    Args:
-        console: output console.
-        row: the rollout.
-        tokens: whether to list every sampled token with its values.
-    """
+    """Print one rollout in full; `tokens` lists every sampled token with its values."""
     parts: list[RenderableType] = [
         Rule(Text(escape_line(row["id"]), "bold"), align="left"),
         _summary(row),

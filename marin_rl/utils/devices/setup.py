@@ -37,9 +37,6 @@ def join_processes(config: AbstractTrainerConfig) -> None:
     """Apply the trainer's JAX settings and initialize `jax.distributed` if configured.
 
     Does nothing if `jax.distributed` is already initialized.
-
-    Args:
-        config: the trainer section.
     """
     config.configure_jax()
     _check_cache()
@@ -176,9 +173,7 @@ def _fitted(config: TrainerT) -> TrainerT:
 def microbatch_rows(config: AbstractTrainerConfig, default: int) -> int:
     """Return the microbatch rows on each data-parallel device.
 
-    Args:
-        config: the trainer section; `per_device_parallelism` wins if set.
-        default: rows if `per_device_parallelism` is not set.
+    These are `per_device_parallelism` if it is set, else `default`.
     """
     return config.per_device_parallelism if config.per_device_parallelism > 0 else default
 
@@ -202,8 +197,7 @@ def _check_mesh(config: AbstractTrainerConfig) -> None:
 def own_rows(config: AbstractTrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]] | None:
     """Return the function that lists the rows of a microbatch on the devices of this process.
 
-    Args:
-        config: as returned by `start_devices`.
+    The config is as returned by `start_devices`.
 
     Returns:
         A function of the number of rows, which returns row numbers in ascending order; None with one process.

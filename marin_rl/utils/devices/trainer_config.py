@@ -239,9 +239,7 @@ def _as_tuples(resources: Mapping[str, Any]) -> dict[str, Any]:
 def arrange_devices(within: tuple[int, int, int], between: tuple[int, int, int]) -> Any:
     """Arrange all devices in an array by their place in the network.
 
-    Args:
-        within: sizes of the axes within a slice.
-        between: sizes of the axes over slices.
+    `within` has the sizes of the axes within a slice, and `between` those over slices.
     """
     devices = jax.devices()
     if hasattr(devices[0], "slice_index"):

@@ -59,10 +59,7 @@ def check_fields(config: Any) -> None:
 def range_problem(annotation: Any, value: object, key: str) -> str:
     """Describe why a number is not valid; empty if it is, or if the value is not a number.
 
-    Args:
-        annotation: type of the field, with its bounds.
-        value: value of the field.
-        key: name of the field, for the message.
+    `annotation` is the type of the field, with its bounds; `key` names the field in the message.
 
     >>> range_problem(Annotated[int, Ge(1)] | None, 0, "rollouts.max_tokens")
     'rollouts.max_tokens is 0; it must be at least 1, or null'

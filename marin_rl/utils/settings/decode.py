@@ -285,14 +285,9 @@ def _decode_scalar(annotation: Any, raw: Any, path: Sequence[str]) -> Any:
 
 
 def encode(value: Any, annotation: Any = Any) -> Any:
-    """Convert a config to plain YAML values; the inverse of `decode`.
+    """Convert a config to nested mappings, lists and scalars of plain YAML; the inverse of `decode`.
 
-    Args:
-        value: a config dataclass or one of its values.
-        annotation: declared type; if it is a choice, the mapping contains the selected `type`.
-
-    Returns:
-        Nested mappings, lists and scalars.
+    `annotation` is the declared type; if it is a choice, the mapping contains the selected `type`.
     """
     plain = type(value)
     kinds = [plain_type(option) for option in members(annotation)]

@@ -24,12 +24,7 @@ from marin_rl.utils.levanter_line import field_of_key
 
 
 def field_doc(section: Any, name: str) -> str:
-    """Description of a field as one paragraph; empty if the field is not described.
-
-    Args:
-        section: the dataclass.
-        name: key of the field.
-    """
+    """Description of the field `name` of a dataclass as one paragraph; empty if the field is not described."""
     plain = typing.get_origin(section) or section
     field = field_of_key(plain, name)
     for ancestor in plain.__mro__:

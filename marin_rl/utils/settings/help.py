@@ -59,9 +59,6 @@ def overview_text(config_class: Any, flags: Mapping[str, str], command: str, com
         flags: flags of the command, with their descriptions.
         command: name of the command after `python -m marin_rl.`.
         common_keys: most important keys.
-
-    Returns:
-        The text, ending with a newline.
     """
     options = {
         "--config FILE": "YAML file with the config; of several files, later ones have precedence",
@@ -100,9 +97,6 @@ def help_text(
         section: key of a section or field, or a key and an option (`model.qwen3`); `all` for all fields; empty for all
             without the options of choices that are not selected by default.
         width: characters per line; None for the terminal's width, at most `MAX_WIDTH`.
-
-    Returns:
-        The text, ending with a newline.
 
     Raises:
         ConfigError: if the section does not exist.
