@@ -156,5 +156,5 @@ def test_a_sync_run_imports_no_package_that_it_does_not_use(new_run: Callable[..
     statuses = [line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z ]+ [01]( False)?", line)]
     expected = ["async 1 False", "dry run 0", "train 0", "evaluate 0", "view 0", "replay 0", "export 0", "plan 0"]
     assert statuses == expected, done.stderr
-    assert done.stderr.count("pip install 'marin_rl[ray]'") == 1
+    assert done.stderr.count("pip install -e '.[ray]'") == 1
     assert not recorded.exists(), recorded.read_text()
