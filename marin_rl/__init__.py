@@ -4,6 +4,8 @@
 import logging
 import os
 
+__version__ = "0.1.0"
+
 # Equinox's runtime checks are host callbacks, and programs with host callbacks are not kept in the compilation cache.
 os.environ.setdefault("EQX_ON_ERROR", "off")
 

@@ -6,17 +6,24 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import marin_rl
 from tests.tiny_run import TinyRun
 
 PACKAGE = Path(marin_rl.__file__).parent
+ROOT = PACKAGE.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SEAM = "utils/levanter_line.py"
 """The module with all that differs between levanter's lines."""
 OF_LINES = {"chex", "equinox", "fray", "haliax", "jax", "jaxlib", "levanter", "optax", "rigging", "tensorstore"}
@@ -158,3 +165,40 @@ def test_a_sync_run_imports_no_package_that_it_does_not_use(new_run: Callable[..
     assert statuses == expected, done.stderr
     assert done.stderr.count("pip install -e '.[ray]'") == 1
     assert not recorded.exists(), recorded.read_text()
+
+
+def test_the_version_is_that_of_the_distribution_and_types_are_installed() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", marin_rl.__version__)
+    assert metadata.version("marin_rl") == marin_rl.__version__
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["marin_rl"]
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_importing_the_package_imports_no_other() -> None:
+    command = [sys.executable, "-X", "importtime", "-c", "import marin_rl"]
+    errors = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in errors.splitlines()}
+    assert "marin_rl" in imported
+    assert not imported & {"jax", "jaxlib", "numpy", "levanter", "transformers", "pyarrow", "importlib.metadata"}
+
+
+@pytest.mark.parametrize(
+    "version", [(3, 8, 18), (3, 9, 0), (3, 10, 13), (3, 11, 0), (3, 12, 1), (3, 13, 9), (3, 14, 0), (4, 0, 0)]
+)
+def test_the_build_refuses_the_versions_of_python_that_the_project_excludes(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[None] = []
+    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda: built.append(None)))
+    monkeypatch.setattr(sys, "version_info", version)
+    text = ".".join(map(str, version))
+    monkeypatch.setattr(sys, "version", f"{text} (main, Jan 1 2026)")
+    is_supported = text in SpecifierSet(PROJECT["project"]["requires-python"])
+    if is_supported:
+        runpy.run_path(str(ROOT / "setup.py"))
+        assert built
+    else:
+        with pytest.raises(SystemExit, match=rf"Python 3\.11, 3\.12 or 3\.13, but this is {text}; "):
+            runpy.run_path(str(ROOT / "setup.py"))
+    classifier = f"Programming Language :: Python :: {version[0]}.{version[1]}"
+    assert is_supported == (classifier in PROJECT["project"]["classifiers"])
