@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Importing the package sets `EQX_ON_ERROR` unless it is set already, and one module knows levanter's two lines."""
+"""Importing the package sets environment variables that are not set, and one module knows levanter's two lines."""
 
 import ast
 import os
@@ -50,6 +50,42 @@ def test_import_disables_equinox_runtime_checks_by_default(given: str | None, ex
     command = [sys.executable, "-c", "import marin_rl, os; print(os.environ['EQX_ON_ERROR'])"]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert completed.stdout == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "given", "expected"),
+    [(None, None, "3"), (None, "0", "0"), ("jax_plugins", None, None), ("libtpu", None, None), ("libtpu", "2", "2")],
+)
+def test_xlas_errors_are_hidden_only_without_an_accelerator(
+    plugin: str | None, given: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    if plugin is not None:
+        (tmp_path / plugin).mkdir()
+    # Without jax_plugins and libtpu of this environment.
+    code = f"import sys; sys.path[:] = [{str(tmp_path)!r}, {str(ROOT)!r}, *(p for p in sys.path if 'site-' not in p)]; "
+    code += "import marin_rl, os; print(os.environ.get('TF_CPP_MIN_LOG_LEVEL'))"
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environment |= {} if given is None else {"TF_CPP_MIN_LOG_LEVEL": given}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == f"{expected}\n"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("jax.jit(lambda: jax.numpy.ones(1 << 45))()", "Out of memory allocating"),
+        ("jax.distributed.initialize('127.0.0.1:9', 2, 1, initialization_timeout=1)", "Terminating process because"),
+    ],
+)
+def test_errors_of_xla_are_visible_without_its_error_messages(program: str, shown: str) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", f"import marin_rl, jax; {program}"]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert completed.returncode != 0
+    assert shown in completed.stderr
 
 
 def questions(source: str) -> Iterator[str]:

@@ -17,8 +17,6 @@ from marin_rl.runs.run_groups import Band, band
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
 PICTURES = ROOT / "docs" / "pages" / "images"
-FIRST_RUN_PICTURE = ROOT / "experiments" / "curves" / "rloo.png"
-"""Plot of the run of the README."""
 BASELINE = "rloo"
 """The objective with which the others are compared."""
 TARGET = 0.6
@@ -139,7 +137,7 @@ def draw_tasks(picture: Path) -> None:
 
 
 def draw_first_run(picture: Path) -> None:
-    """Plot the held-out accuracy of README's run and of `sums`, sampled and greedy: each seed, and the control."""
+    """Plot the held-out accuracy of README's first run and of `sums`, sampled and greedy: seeds and the control."""
     kinds = ("sampled", "greedy")
     panels = new_panels([f"held-out accuracy, {kind}" for kind in kinds], 2)
     for axes, kind in zip(panels, kinds, strict=True):
@@ -170,7 +168,7 @@ def bands(records: Sequence[Record]) -> list[Band]:
 def update() -> None:
     """Draw the pictures, and write the tables between their markers in the page."""
     PICTURES.mkdir(exist_ok=True)
-    draw_first_run(FIRST_RUN_PICTURE)
+    draw_first_run(PICTURES / "rloo.png")
     draw_tasks(PICTURES / "tasks.png")
     if all(map(read, COMPARED)):
         draw_objectives(PICTURES / "objectives.png")
