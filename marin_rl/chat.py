@@ -87,9 +87,11 @@ def chat(config: ChatConfig) -> None:
     print("compiling the programs; this can take minutes", file=sys.stderr, flush=True)
     policy.sampler.compile()
     temperature = policy.sampling.temperature if config.temperature is None else config.temperature
+    has_history = policy.max_turns != 1
+    history = "" if has_history else "each line begins a new conversation, as in training (rollouts.max_turns: 1); "
     print(
         f"chat with {name} (step {policy.sampler.version}, {policy.max_context} tokens of context, temperature "
-        f"{temperature:g}); /help lists the commands",
+        f"{temperature:g}); {history}/help lists the commands",
         file=sys.stderr,
         flush=True,
     )
@@ -101,6 +103,7 @@ def chat(config: ChatConfig) -> None:
         temperature,
         config.system,
         config.seed,
+        has_history,
     )
     terminal.run(input_lines())
 

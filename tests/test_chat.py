@@ -4,10 +4,13 @@
 """The chat in the terminal, with input from a pipe."""
 
 import io
+import json
 import math
 import re
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
@@ -23,6 +26,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer, plain_template
 from marin_rl.training.earlier_run import load_policy
 from marin_rl.types import Generation, Message, StopReason, Task
+from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.scripted_sampler import BatchSampler, ScriptedSampler
 from tests.tiny_run import TinyRun
 from tests.tokenization.conftest import THINKING, chatml_tokenizer
@@ -42,10 +46,10 @@ def chat_of(sampler: BatchSampler, tokenizer: ChatTokenizer = BYTES, **settings:
 def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs the command with lines of standard input."""
 
-    def run(run: TinyRun, *lines: str, **options: object) -> int:
+    def run(run: Path, *lines: str, **options: object) -> int:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        return main(["--run", str(run.path), *arguments])
+        return main(["--run", str(run), *arguments])
 
     return run
 
@@ -72,11 +76,22 @@ def test_a_closed_input_is_named(monkeypatch: pytest.MonkeyPatch, capfd: Capture
     assert "standard input" in capfd.readouterr().err
 
 
+@pytest.fixture
+def multi_turn(finished_run: TinyRun, tmp_path: Path) -> Path:
+    """The finished run, as if its episodes had had up to three replies."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run.path, run)
+    config = parse_yaml((run / "config.yaml").read_text(), "the config")
+    config["rollouts"]["max_turns"] = 3
+    (run / "config.yaml").write_text(json.dumps(config))
+    return run
+
+
 @pytest.mark.medium
-def test_a_greedy_chat_equals_the_sampler(finished_run: TinyRun, typed: Callable[..., int], capfd: Capture):
+def test_a_greedy_chat_equals_the_sampler(multi_turn: Path, typed: Callable[..., int], capfd: Capture):
     """Replies and their probabilities, of two turns in one context, for two steps of the run."""
     for step in (6, 1):
-        policy = load_policy(run=str(finished_run.path), step=step, max_context=16)
+        policy = load_policy(run=str(multi_turn), step=step, max_context=16)
 
         def greedy(prompt: Sequence[int], policy=policy) -> Generation:
             [generation] = policy.sampler.sample([SampleRequest(tuple(prompt), 5, min(3, 16 - len(prompt)), 0.0)])
@@ -93,7 +108,7 @@ def test_a_greedy_chat_equals_the_sampler(finished_run: TinyRun, typed: Callable
         assert not is_rewritten
         second = greedy((*context, *added))
         lines = ("2x3", "/probs", "4", "too long", "/reset", "2x3")
-        assert typed(finished_run, *lines, step=step, temperature=0, max_context=16) == 0
+        assert typed(multi_turn, *lines, step=step, temperature=0, max_context=16) == 0
         output, notes = capfd.readouterr()
         replies = [BYTES.decode_reply(generation.token_ids) for generation in (first, second)]
         shown = [line for line in output.splitlines() if not re.search(r"probability|─|0\.\d{4}|1\.0000", line)]
@@ -101,14 +116,30 @@ def test_a_greedy_chat_equals_the_sampler(finished_run: TinyRun, typed: Callable
         probabilities = [float(text) for text in re.findall(r"[01]\.\d{4}", output)]
         assert probabilities == pytest.approx([math.exp(value) for value in first.logprobs], abs=1e-4)
         assert re.search(r"not sent: .* would have \d+ tokens, .* the context of 16 .*; /reset starts a new", notes)
-        assert f"(step {step}, 16 tokens of context, temperature 0)" in notes
+        assert f"(step {step}, 16 tokens of context, temperature 0); /help" in notes
+
+
+@pytest.mark.medium
+def test_each_line_is_a_conversation_if_episodes_have_one_reply(
+    finished_run: TinyRun, typed: Callable[..., int], capfd: Capture
+):
+    """Replies are those of the sampler to each message alone; the context never fills."""
+    messages = ("2x3", "4", "2x3", "1+1")
+    policy = load_policy(run=str(finished_run.path), max_context=16)
+    prompts = [BYTES.prompt_tokens([Message(role="user", content=text)]) for text in messages]
+    requests = [SampleRequest(tuple(one), 5, policy.sampling.max_new_tokens, 0.0) for one in prompts]
+    replies = [BYTES.decode_reply(policy.sampler.sample([one])[0].token_ids) for one in requests]
+    assert typed(finished_run.path, *messages, temperature=0, max_context=16) == 0
+    output, notes = capfd.readouterr()
+    assert output.splitlines() == replies
+    assert "each line begins a new conversation" in notes
 
 
 @pytest.mark.medium
 def test_a_sampled_chat_is_repeated_by_its_seed(finished_run: TinyRun, typed: Callable[..., int], capfd: Capture):
     def replies(seed: int) -> list[str]:
         lines = ["/system", *["2x3", "/reset"] * 8, "/quit", "ignored"]
-        assert typed(finished_run, *lines, seed=seed, temperature=4) == 0
+        assert typed(finished_run.path, *lines, seed=seed, temperature=4) == 0
         return capfd.readouterr().out.splitlines()
 
     first = replies(1)
@@ -121,6 +152,17 @@ def plain() -> ChatTokenizer:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = plain_template(tokenizer)
     return ChatTokenizer(tokenizer)
+
+
+def test_a_chat_without_history_keeps_the_system_prompt_and_the_last_reply(capfd: Capture):
+    sampler = ScriptedSampler(lambda request: [*b"yes", END], stop_token_ids=[END])
+    chat_of(sampler, system="brief", has_history=False).run(["a", "b", "/probs", "/system long", "c", "/reset", "d"])
+    expected = [
+        BYTES.prompt_tokens([Message(role="system", content=system), Message(role="user", content=text)])
+        for system, text in (("brief", "a"), ("brief", "b"), ("long", "c"), ("long", "d"))
+    ]
+    assert [request.prompt_tokens for request in sampler.requests] == expected
+    assert "probability" in capfd.readouterr().out
 
 
 TOKENIZERS = {

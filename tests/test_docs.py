@@ -5,6 +5,7 @@
 
 import dataclasses
 import doctest
+import fnmatch
 import importlib
 import json
 import math
@@ -12,7 +13,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -260,6 +261,49 @@ def check_launch(argv: list[str]) -> None:
         # The command sets the address of its own cluster.
         cluster = ["--ray_address", "host:1"] if any("rollout_slices" in option for option in own) else []
         assert parse_config(TrainConfig, [*training, *cluster]).config.run_dir
+
+
+RUN = re.compile(r"(?<![\w/])(?:gs://[a-z]+/)?runs/[\w*-]+(?:/[\w*-]+)*(?![\w/*-]|\.py)")
+"""A run directory, or the beginning of the path of a file in one; `*` as in a shell."""
+TRAINING = re.compile(r"-m marin_rl\.(?:train|sft|dpo|launch)\b([^#`]*)")
+
+
+def made_by(line: str, page: str) -> set[str]:
+    """The run directory that a line of a page makes, by a command without `--dry_run`, or names as one to make."""
+    if "-m marin_rl.tinker" in line:
+        return {tinker.TinkerConfig.folder}
+    if line.startswith("run_dir: "):
+        return {line.split()[1]}
+    command = TRAINING.search(line)
+    if command is None or "--dry_run" in command[1] or "[" in command[1]:
+        return set()
+    words = command[1].split()
+    if "--run_dir" in words:
+        return {words[words.index("--run_dir") + 1]}
+    config = words[words.index("--config") + 1] if "--config" in words else ""
+    if (ROOT / config).is_file():
+        return {str(yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))["run_dir"])}
+    titled = re.search(rf'^```yaml title="{re.escape(config)}"\nrun_dir: (\S+)', page, re.MULTILINE)
+    return {titled[1]} if titled else set()
+
+
+def unmade_runs(page: str, made: set[str]) -> list[str]:
+    """Runs that a page names before a line of it has made them; adds those that it makes to `made`."""
+    missing = []
+    for line in page.splitlines():
+        made |= made_by(line, page)
+        for name in RUN.findall(re.sub(r"--run_dir \S+", "", line)):
+            folders = [name, *(str(parent) for parent in PurePosixPath(name).parents)]
+            if not any(fnmatch.fnmatch(one, folder) for one in made for folder in folders):
+                missing.append(name)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_run_that_a_page_names_is_made_before_it_there_or_in_the_readme(page: Path) -> None:
+    made: set[str] = set()
+    missing = {one: unmade_runs(one.read_text(encoding="utf-8"), made) for one in (PAGES[0], page)}
+    assert not missing[page]
 
 
 def test_every_benchmark_is_on_its_page() -> None:

@@ -1,22 +1,29 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Importing the package sets `EQX_ON_ERROR` unless it is set already, and one module knows levanter's two lines."""
+"""Importing the package sets environment variables that are not set, and one module knows levanter's two lines."""
 
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import marin_rl
 from tests.tiny_run import TinyRun
 
 PACKAGE = Path(marin_rl.__file__).parent
+ROOT = PACKAGE.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SEAM = "utils/levanter_line.py"
 """The module with all that differs between levanter's lines."""
 OF_LINES = {"chex", "equinox", "fray", "haliax", "jax", "jaxlib", "levanter", "optax", "rigging", "tensorstore"}
@@ -43,6 +50,42 @@ def test_import_disables_equinox_runtime_checks_by_default(given: str | None, ex
     command = [sys.executable, "-c", "import marin_rl, os; print(os.environ['EQX_ON_ERROR'])"]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert completed.stdout == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "given", "expected"),
+    [(None, None, "3"), (None, "0", "0"), ("jax_plugins", None, None), ("libtpu", None, None), ("libtpu", "2", "2")],
+)
+def test_xlas_errors_are_hidden_only_without_an_accelerator(
+    plugin: str | None, given: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    if plugin is not None:
+        (tmp_path / plugin).mkdir()
+    # Without jax_plugins and libtpu of this environment.
+    code = f"import sys; sys.path[:] = [{str(tmp_path)!r}, {str(ROOT)!r}, *(p for p in sys.path if 'site-' not in p)]; "
+    code += "import marin_rl, os; print(os.environ.get('TF_CPP_MIN_LOG_LEVEL'))"
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environment |= {} if given is None else {"TF_CPP_MIN_LOG_LEVEL": given}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == f"{expected}\n"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("jax.jit(lambda: jax.numpy.ones(1 << 45))()", "Out of memory allocating"),
+        ("jax.distributed.initialize('127.0.0.1:9', 2, 1, initialization_timeout=1)", "Terminating process because"),
+    ],
+)
+def test_errors_of_xla_are_visible_without_its_error_messages(program: str, shown: str) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", f"import marin_rl, jax; {program}"]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert completed.returncode != 0
+    assert shown in completed.stderr
 
 
 def questions(source: str) -> Iterator[str]:
@@ -156,5 +199,42 @@ def test_a_sync_run_imports_no_package_that_it_does_not_use(new_run: Callable[..
     statuses = [line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z ]+ [01]( False)?", line)]
     expected = ["async 1 False", "dry run 0", "train 0", "evaluate 0", "view 0", "replay 0", "export 0", "plan 0"]
     assert statuses == expected, done.stderr
-    assert done.stderr.count("pip install 'marin_rl[ray]'") == 1
+    assert done.stderr.count("pip install -e '.[ray]'") == 1
     assert not recorded.exists(), recorded.read_text()
+
+
+def test_the_version_is_that_of_the_distribution_and_types_are_installed() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", marin_rl.__version__)
+    assert metadata.version("marin_rl") == marin_rl.__version__
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["marin_rl"]
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_importing_the_package_imports_no_other() -> None:
+    command = [sys.executable, "-X", "importtime", "-c", "import marin_rl"]
+    errors = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in errors.splitlines()}
+    assert "marin_rl" in imported
+    assert not imported & {"jax", "jaxlib", "numpy", "levanter", "transformers", "pyarrow", "importlib.metadata"}
+
+
+@pytest.mark.parametrize(
+    "version", [(3, 8, 18), (3, 9, 0), (3, 10, 13), (3, 11, 0), (3, 12, 1), (3, 13, 9), (3, 14, 0), (4, 0, 0)]
+)
+def test_the_build_refuses_the_versions_of_python_that_the_project_excludes(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[None] = []
+    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda: built.append(None)))
+    monkeypatch.setattr(sys, "version_info", version)
+    text = ".".join(map(str, version))
+    monkeypatch.setattr(sys, "version", f"{text} (main, Jan 1 2026)")
+    is_supported = text in SpecifierSet(PROJECT["project"]["requires-python"])
+    if is_supported:
+        runpy.run_path(str(ROOT / "setup.py"))
+        assert built
+    else:
+        with pytest.raises(SystemExit, match=rf"Python 3\.11, 3\.12 or 3\.13, but this is {text}; "):
+            runpy.run_path(str(ROOT / "setup.py"))
+    classifier = f"Programming Language :: Python :: {version[0]}.{version[1]}"
+    assert is_supported == (classifier in PROJECT["project"]["classifiers"])

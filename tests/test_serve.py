@@ -59,7 +59,7 @@ def test_a_missing_extra_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatc
     assert main(["--run", "a"]) == 1
     message = capfd.readouterr().err
     assert "marin_rl.serve needs packages that are not installed (no_such_package);" in message
-    assert "pip install 'marin_rl[serve]'" in message
+    assert "pip install -e '.[serve]'" in message
 
 
 @pytest.mark.medium

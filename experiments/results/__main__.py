@@ -11,16 +11,23 @@ python -m experiments.results --run NAME [NAME ...]  # all runs of a result that
 import argparse
 import shutil
 import sys
+from collections.abc import Iterable
 
 from experiments.results import page
-from experiments.results.runs import ROOT, add, execute, read
-from experiments.results.tasks import COMPARED, TASKS, compared_runs
+from experiments.results.runs import ROOT, Run, add, execute, read
+from experiments.results.tasks import COMPARED, FIRST_RUN, README_RUN, TASKS, compared_runs
+
+
+def planned(name: str) -> Iterable[Run]:
+    """Return all runs of a result."""
+    if name == FIRST_RUN:
+        return [README_RUN]
+    return TASKS[name].runs() if name in TASKS else compared_runs(COMPARED[name])
 
 
 def run_all(name: str) -> None:
     """Execute the runs of a result that have no record, and add their records."""
-    planned = TASKS[name].runs() if name in TASKS else compared_runs(COMPARED[name])
-    for run in planned:
+    for run in planned(name):
         if all((run.label, run.seed) != (record.label, record.seed) for record in read(name)):
             add(name, execute(run))
 
@@ -47,10 +54,10 @@ def main() -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true")
     how.add_argument("--run", action="store_true")
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *TASKS, *COMPARED])
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], FIRST_RUN, *TASKS, *COMPARED])
     arguments = parser.parse_args()
     if arguments.run:
-        for name in arguments.names or [*TASKS, *COMPARED]:
+        for name in arguments.names or [FIRST_RUN, *TASKS, *COMPARED]:
             run_all(name)
     elif arguments.quick:
         if compared := [name for name in arguments.names if name not in TASKS]:

@@ -12,13 +12,11 @@ from scipy import stats
 
 from experiments.report import markdown_table, new_panels, plot_band, save
 from experiments.results.runs import AGAINST_TRL, OURS, ROOT, Record, read
-from experiments.results.tasks import COMPARED, CONTROL, TASKS
+from experiments.results.tasks import COMPARED, CONTROL, FIRST_RUN, TASKS
 from marin_rl.runs.run_groups import Band, band
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
 PICTURES = ROOT / "docs" / "pages" / "images"
-FIRST_RUN = ROOT / "experiments" / "curves" / "rloo.png"
-"""Plot of the run of the README."""
 BASELINE = "rloo"
 """The objective with which the others are compared."""
 TARGET = 0.6
@@ -139,11 +137,11 @@ def draw_tasks(picture: Path) -> None:
 
 
 def draw_first_run(picture: Path) -> None:
-    """Plot the held-out accuracy of `sums`, sampled and greedy: its seeds, and the control."""
+    """Plot the held-out accuracy of README's first run and of `sums`, sampled and greedy: seeds and the control."""
     kinds = ("sampled", "greedy")
     panels = new_panels([f"held-out accuracy, {kind}" for kind in kinds], 2)
     for axes, kind in zip(panels, kinds, strict=True):
-        for record in read("sums"):
+        for record in [*read(FIRST_RUN), *read("sums")]:
             is_control = record.label == CONTROL
             label, color = ("random rewards", "#888888") if is_control else (f"seed {record.seed}", None)
             axes.plot(record.steps, getattr(record, kind), marker="o", markersize=3.5, label=label, color=color)
@@ -170,7 +168,7 @@ def bands(records: Sequence[Record]) -> list[Band]:
 def update() -> None:
     """Draw the pictures, and write the tables between their markers in the page."""
     PICTURES.mkdir(exist_ok=True)
-    draw_first_run(FIRST_RUN)
+    draw_first_run(PICTURES / "rloo.png")
     draw_tasks(PICTURES / "tasks.png")
     if all(map(read, COMPARED)):
         draw_objectives(PICTURES / "objectives.png")

@@ -100,6 +100,10 @@ TASKS = {
 }
 """Tasks by the name of their record."""
 
+FIRST_RUN = "first_run"
+"""Name of the record of README's first command, with the seed and the cores of its reader."""
+README_RUN = Run(RL, 0, "marin_rl.train --config experiments/rloo.yaml", "runs/rloo")
+
 OBJECTIVES = ("rloo", "grpo", "dr_grpo", "maxrl", "gspo", "cispo", "ppo")
 """Objectives of the comparison."""
 

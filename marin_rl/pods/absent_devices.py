@@ -17,6 +17,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.topologies import get_topology_desc
 
 from marin_rl.pods.chips import Topology, TopologyError
+from marin_rl.utils.errors import install_command
 
 
 @contextlib.contextmanager
@@ -83,8 +84,8 @@ def use_cpu_devices(count: int) -> None:
 def _describe(topology: Topology) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise TopologyError(
-            f"compiling for {topology.name} needs libtpu, which is not installed; install marin_rl with the extra tpu: "
-            "pip install 'marin_rl[tpu]'"
+            f"compiling for {topology.name} needs libtpu, which is not installed; install the extra: "
+            f"{install_command('tpu')}"
         )
     jax.config.update("jax_platforms", "cpu")
     os.environ.update(
@@ -140,8 +141,8 @@ CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 def _describe_gpus(topology: Topology) -> list[jax.Device]:
     if not any(map(importlib.util.find_spec, CUDA_PLUGINS)):
         raise TopologyError(
-            f"compiling for {topology.name} needs jax's CUDA plugin, which is not installed; install marin_rl with the "
-            "extra gpu: pip install 'marin_rl[gpu]'"
+            f"compiling for {topology.name} needs jax's CUDA plugin, which is not installed; install the extra: "
+            f"{install_command('gpu')}"
         )
     # The plugin is not registered if it checks for CUDA's libraries and does not find them.
     jax.config.update("jax_platforms", "cpu")

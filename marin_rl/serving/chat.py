@@ -117,6 +117,8 @@ class TerminalChat:
     """System prompt; empty for none."""
     seed: int = 0
     """The seed of a reply is derived from it and from the number of the reply."""
+    has_history: bool = True
+    """Whether a message continues the conversation; otherwise it begins a new one, with the same system prompt."""
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.tokenizer, self.system)
@@ -144,11 +146,15 @@ class TerminalChat:
             self._set_temperature(argument)
         elif name in ("/system", "/reset"):
             self.system = argument.strip() if name == "/system" else self.system
-            self.sampler.end_conversation(_CONVERSATION)
-            self.conversation, self._last = Conversation(self.tokenizer, self.system), None
+            self._start_conversation()
+            self._last = None
             _note("new conversation" + (f" with the system prompt {escape_line(self.system)}" if self.system else ""))
         else:
             _note(f"{escape_line(name)} is not a command; /help lists them")
+
+    def _start_conversation(self) -> None:
+        self.sampler.end_conversation(_CONVERSATION)
+        self.conversation = Conversation(self.tokenizer, self.system)
 
     def _set_temperature(self, text: str) -> None:
         try:
@@ -171,6 +177,8 @@ class TerminalChat:
         Console(highlight=False).print(table)
 
     def _answer(self, text: str) -> None:
+        if not self.has_history:
+            self._start_conversation()
         try:
             prompt = self.conversation.prompt(text)
         except ValueError as error:

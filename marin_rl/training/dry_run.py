@@ -453,7 +453,8 @@ def _describe_policy(spec: PolicySpec) -> list[tuple[str, str]]:
     if spec.lora is not None:
         share = spec.num_trained / spec.num_parameters
         trained = (
-            f"an adapter of rank {spec.lora.rank}: {spec.num_trained:,} parameters, {share:.2%} of the model's, of "
+            f"an adapter of rank {spec.lora.rank} and alpha {spec.lora.alpha:g}, so of scale alpha / rank = "
+            f"{spec.lora.scale:g}: {spec.num_trained:,} parameters, {share:.2%} of the model's, of "
             f"{', '.join(spec.lora.targets)}"
         )
     return [("parameters", f"{spec.num_parameters:,}, vocabulary {spec.vocab_size:,}"), ("trained", trained)]

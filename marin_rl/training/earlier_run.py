@@ -243,6 +243,8 @@ class Policy(NamedTuple):
     """Limits and stop texts."""
     score: Callable[[Sequence[tuple[int, ...]]], list[list[float]]] | None
     """Returns the log-probs of the tokens of each prompt after the first, at temperature 1; None if not asked for."""
+    max_turns: int | None
+    """Maximum number of replies of an episode of its run; None if RL did not train it."""
 
 
 def load_policy(
@@ -279,7 +281,7 @@ def load_policy(
         trainer, version = start_devices(TrainerConfig(), rows_per_device=1, alone=True), 0
         model = load_hf_policy(str(folder), tokenizer, trainer, None)
         context = choose_context(max_context, max_positions(model.config))
-        sampling = SamplingConfig(max_new_tokens=context - 1, stop=stop)
+        sampling, max_turns = SamplingConfig(max_new_tokens=context - 1, stop=stop), None
     else:
         config, checkpoints = load_run(run, step)
         parts = open_parts(config)
@@ -294,6 +296,7 @@ def load_policy(
         longest = config.rollouts.max_length if is_rl else None
         context = choose_context(max_context, max_positions(model.config), longest)
         sampling = config.sampling if is_rl else SamplingConfig(max_new_tokens=context - 1)
+        max_turns = config.rollouts.max_turns if is_rl else None
     # The run's config is not changed: checks of training would refuse limits that are valid here.
     sampling = dataclasses.replace(
         sampling,
@@ -311,7 +314,7 @@ def load_policy(
         call_seconds=call_seconds,
     )
     score = prompt_scorer(model, trainer, context, tokenizer.pad_token_id) if score_prompts else None
-    return Policy(sampler, tokenizer, model.vocab_size, context, sampling, score)
+    return Policy(sampler, tokenizer, model.vocab_size, context, sampling, score, max_turns)
 
 
 def prompt_scorer(

@@ -24,7 +24,7 @@ from marin_rl.runs.metrics_file import append_record, format_record, read_record
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.loop import AbstractRun
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
-from marin_rl.utils.errors import Closing, UserError, writing
+from marin_rl.utils.errors import Closing, UserError, install_command, writing
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.decode import encode
 from marin_rl.utils.settings.fields import flatten
@@ -133,10 +133,10 @@ def check_trackers(configs: TrackerConfig | Sequence[TrackerConfig]) -> None:
         name = TrackerConfig.get_choice_name(type(config))
         package = _PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
-            extra = package if name == "trackio" else f"marin_rl[{name}]"
+            install = "pip install trackio" if name == "trackio" else install_command(name)
             raise UserError(
-                f"trainer.tracker is {name!r}, but the package {package} is not installed; pip install '{extra}', or "
-                "leave out the tracker (metrics.jsonl has the same metrics)"
+                f"trainer.tracker is {name!r}, but the package {package} is not installed; {install}, or leave "
+                "out the tracker (metrics.jsonl has the same metrics)"
             )
         if isinstance(config, WandbConfig):
             _check_wandb_account(config)

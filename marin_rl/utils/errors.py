@@ -171,6 +171,15 @@ LISTED_NAMES = 12
 """Maximum valid names that an error message lists next to the nearest ones."""
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is on no index.
+
+    >>> install_command("serve")
+    "pip install -e '.[serve]' in the checkout"
+    """
+    return f"pip install -e '.[{extra}]' in the checkout"
+
+
 def nearest(name: str, valid: Iterable[str], heading: str = "Valid here") -> str:
     """Suggestion for an error message: the nearest valid names, and all of them if they are few or none is near.
 

@@ -29,6 +29,7 @@ from typing import BinaryIO, NamedTuple
 
 import fsspec
 
+from marin_rl.utils.errors import install_command
 from marin_rl.utils.remote_path import RemotePath
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
     except ImportError as error:
         raise ValueError(
             f"{key} is {text!r}, but the package for {protocol}:// is not installed; "
-            f"pip install 'marin_rl[{EXTRAS[protocol]}]'"
+            f"{install_command(EXTRAS[protocol])}"
         ) from error
     if not rest.strip("/"):
         raise ValueError(f"{key} is {text!r}, which names no bucket and no folder; use {protocol}://BUCKET/FOLDER")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from marin_rl.utils.errors import UserError, explain, nearest
+from marin_rl.utils.errors import UserError, explain, install_command, nearest
 
 
 class UserFileError(UserError, ValueError):
@@ -263,7 +263,7 @@ def require_extra(extra: str, needed_by: str) -> None:
     if missing:
         raise MissingPackageError(
             f"{needed_by} needs packages that are not installed ({', '.join(missing)}); install the extra: "
-            f"pip install 'marin_rl[{extra}]'"
+            f"{install_command(extra)}"
         )
 
 

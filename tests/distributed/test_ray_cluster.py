@@ -35,9 +35,7 @@ def test_only_runs_with_workers_need_ray():
     for config in (make_config(), make_config(workers=slices), make_config(ray_address="127.0.0.1:6379")):
         check_ray(config.mode, config.workers.tpu_slice)
     for config in (make_config(mode=Mode.ASYNC), make_config(**CLUSTER, workers=slices)):
-        with pytest.raises(
-            MissingPackageError, match=r"^mode: async needs .* \(ray\); .* pip install 'marin_rl\[ray\]'"
-        ):
+        with pytest.raises(MissingPackageError, match=r"^mode: async needs .* \(ray\); .* pip install -e '\.\[ray\]'"):
             check_ray(config.mode, config.workers.tpu_slice)
 
 
@@ -45,7 +43,7 @@ def test_only_runs_with_workers_need_ray():
 def test_a_dry_run_names_the_extra(new_run, capfd: pytest.CaptureFixture[str]):
     run: TinyRun = new_run(mode="async")
     assert run.train("--dry_run") == 1
-    assert "pip install 'marin_rl[ray]'" in capfd.readouterr().err
+    assert "pip install -e '.[ray]'" in capfd.readouterr().err
     assert not Path(run.path).exists()
 
 

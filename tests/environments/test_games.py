@@ -28,7 +28,7 @@ CONFIGS: dict[type[GameConfig], dict[str, Any]] = {
 def test_a_missing_package_names_the_extra(config: type[GameConfig], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     extra = config.__name__.removesuffix("Config").lower()
-    with pytest.raises(UserError, match=rf"pip install 'marin_rl\[{extra}\]'"):
+    with pytest.raises(UserError, match=rf"pip install -e '\.\[{extra}\]'"):
         config(**CONFIGS[config]).build()
 
 

@@ -222,5 +222,5 @@ def test_invalid_configs_are_refused(changes: dict[str, Any], message: str):
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'marin_rl\[verifiers\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[verifiers\]'"):
         VerifiersConfig("x").build()

@@ -76,7 +76,7 @@ def test_cpu_with_another_number_of_devices_needs_a_new_process():
 def test_missing_compiler_names_the_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(absent_devices.importlib.util, "find_spec", lambda name: None)
     with (
-        pytest.raises(TopologyError, match=rf"{name} needs .*the extra {extra}: pip install 'marin_rl\[{extra}\]'"),
+        pytest.raises(TopologyError, match=rf"{name} needs .*the extra: pip install -e '\.\[{extra}\]'"),
         absent_devices.absent_devices(parse_topology(name)),
     ):
         pass

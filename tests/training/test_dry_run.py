@@ -505,8 +505,8 @@ def test_counts_of_a_run():
     trained = 2 * 2 * (4 * 32 + 3 * 48)
     assert adapted["parameters"] == found["parameters"]
     assert adapted["trained"] == (
-        f"an adapter of rank 2: {trained:,} parameters, {trained / parameters:.2%} of the model's, of q_proj, k_proj, "
-        "v_proj, o_proj, gate_proj, up_proj, down_proj"
+        f"an adapter of rank 2 and alpha 32, so of scale alpha / rank = 16: {trained:,} parameters, "
+        f"{trained / parameters:.2%} of the model's, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     )
     assert found["one step"] == "8 prompts x 4 attempts = 32 rollouts"
     assert found["sampled per step"] == "at most 576 tokens"

@@ -113,9 +113,7 @@ def test_trackers_are_checked_before_they_start(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for config, extra in ((WandbConfig(), "wandb"), (TensorboardConfig(), "tensorboard")):
-        with pytest.raises(
-            UserError, match=rf"is '{extra}', but the package .* not installed; pip install 'marin_rl\["
-        ):
+        with pytest.raises(UserError, match=rf"is '{extra}', but the package .* not installed; pip install -e '\.\["):
             check_trackers([config])
 
 

@@ -83,7 +83,7 @@ def test_an_extra_installs_its_packages_and_nothing_else_does(extra: str):
 def test_missing_packages_and_their_extra_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else object())
     require_extra("ray", "mode: async")
-    with pytest.raises(MissingPackageError, match=r"a server needs .* \(uvicorn\); .* pip install 'marin_rl\[serve\]'"):
+    with pytest.raises(MissingPackageError, match=r"a server needs .* \(uvicorn\); .* pip install -e '\.\[serve\]'"):
         require_extra("serve", "a server")
 
 

@@ -81,7 +81,7 @@ def test_fields_of_other_types_are_unchanged() -> None:
 def test_missing_package_of_an_object_store_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(_registry, "s3", raising=False)
-    with pytest.raises(ValueError, match=r"run_dir is 's3://b/run', but .* pip install 'marin_rl\[s3\]'"):
+    with pytest.raises(ValueError, match=r"run_dir is 's3://b/run', but .* pip install -e '\.\[s3\]'"):
         TrainConfig(**{**REQUIRED["TrainConfig"], "run_dir": "s3://b/run"})
 
 
