@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from marin_rl.utils.errors import MAX_NAME, describe
+from marin_rl.utils.storage import check_small
+
 MAX_EXPANSION = 200
 """Maximum factor by which a file may expand; texts compress by less than 20."""
 UNCHECKED_BYTES = 2**30
@@ -27,6 +30,8 @@ class DataFileError(ValueError):
 def check_data_files(source: Path) -> None:
     """Check the Parquet and compressed files in a folder, or one such file; reads them once, in small pieces.
 
+    The files that describe a dataset to the package `datasets`, which reads them as a whole, must be small.
+
     Args:
         source: an existing folder, whose subfolders are included, or a file.
 
@@ -36,6 +41,9 @@ def check_data_files(source: Path) -> None:
     # Imported here because it takes time, and most environments have no such files.
     import pyarrow as pa
 
+    for path in (source / "README.md", source / ".huggingface.yaml"):
+        if path.exists():
+            check_small(path)
     for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
         if path.is_file() and path.suffix in (".parquet", *_OPENERS):
             try:
@@ -43,6 +51,37 @@ def check_data_files(source: Path) -> None:
             except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, MemoryError) as error:
                 reason = str(error) or "out of memory"
                 raise DataFileError(f"cannot read {str(path)!r}: {reason}; replace or remove the file") from error
+
+
+def python_rows(table: Any, source: str, first: int) -> list[dict[str, Any]]:
+    """Convert rows of Arrow to Python values.
+
+    Args:
+        table: a table or batch of PyArrow.
+        source: name of the file or dataset, for messages.
+        first: number of the first row in it.
+
+    Raises:
+        DataFileError: if Python has no such value, such as a date after the year 9999 or text that is not UTF-8; the
+            message names source, row and column.
+    """
+    try:
+        return table.to_pylist()
+    except Exception as error:
+        # PyArrow, pandas and packages of time zones raise errors of many types.
+        for name, column in zip(table.schema.names, table.columns, strict=True):
+            for row in range(len(column)):
+                _check_value(column[row], f"{source}, row {first + row}: column {name[:MAX_NAME]!r}")
+        raise DataFileError(f"{source}: rows from {first} on cannot be read: {describe(error)}") from error
+
+
+def _check_value(value: Any, where: str) -> None:
+    try:
+        value.as_py()
+    except Exception as error:
+        kind = str(value.type)[:MAX_NAME]
+        problem = f"has a value of type {kind} that cannot be read ({describe(error)})"
+        raise DataFileError(f"{where} {problem}; correct it, or remove the column") from error
 
 
 def _check_expansion(path: Path) -> None:

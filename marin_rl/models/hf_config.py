@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 from marin_rl.models.hf_rope import canonical_scaling, read_rope
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.utils.hub import check_source
-from marin_rl.utils.storage import check_descriptions
+from marin_rl.utils.storage import check_descriptions, read_small
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
         check_descriptions(folder)
     try:
         path = cached_file(checkpoint if folder is None else folder, "config.json")
-        raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))
+        raw = json.loads(read_small(Path(cast(str, path))).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyModelError(
             f"no model in Hugging Face format at {checkpoint!r}: its config.json cannot be read ({first_line(error)}); "

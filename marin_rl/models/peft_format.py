@@ -33,7 +33,7 @@ from marin_rl.models.lora import RANK, Adapter, LoraLinear, is_match, with_adapt
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.remote_path import RemotePath
-from marin_rl.utils.storage import check_descriptions, local_copy, storage_path, user_cache
+from marin_rl.utils.storage import check_descriptions, local_copy, read_small, storage_path, user_cache
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -247,7 +247,7 @@ def _read_settings(folder: Path) -> tuple[int, float, list[str] | None]:
     name = f"{CONFIG} of the adapter in {str(folder)!r}"
     try:
         check_descriptions(folder)
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        raw = json.loads(read_small(folder / CONFIG).decode())
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

@@ -29,8 +29,8 @@ from marin_rl.utils.errors import RunDirectoryError, UserError, nearest, writing
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.settings.fields import flatten, is_within
-from marin_rl.utils.settings.yaml_text import parse_yaml
-from marin_rl.utils.storage import StoragePath, storage_path, write_bytes
+from marin_rl.utils.settings.yaml_text import MAX_YAML_BYTES, parse_yaml
+from marin_rl.utils.storage import StoragePath, check_small, read_small, storage_path, write_bytes
 
 EXPORTED_STEP = "training_step.json"
 """File in `hf/` with the step of the weights."""
@@ -241,7 +241,7 @@ def exported_step(directory: RunDirectory) -> int | None:
     try:
         if not (directory.hf / "config.json").is_file():
             return None
-        return int(json.loads((directory.hf / EXPORTED_STEP).read_text(encoding="utf-8"))["step"])
+        return int(json.loads(read_small(directory.hf / EXPORTED_STEP))["step"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
 
@@ -336,6 +336,8 @@ def read_config_text(directory: RunDirectory) -> str:
     try:
         if not directory.config.is_file():
             raise OSError("it is not a file")
+        if isinstance(directory.config, Path):
+            check_small(directory.config, MAX_YAML_BYTES)
         return directory.config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error

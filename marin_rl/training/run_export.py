@@ -25,7 +25,7 @@ from marin_rl.training.earlier_run import (
     restore_checkpoint,
 )
 from marin_rl.utils.errors import UserError, writing
-from marin_rl.utils.storage import StoragePath, open_atomically, storage_path
+from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path
 
 _SOURCE = "exported_run.json"
 
@@ -114,7 +114,7 @@ def export_once(run: str, step: int | None, output: Path) -> int:
         with writing(output, "output"), open_atomically(source) as file:
             file.write(json.dumps({"run": address, "step": step}).encode())
         return step
-    found = json.loads(source.read_bytes())
+    found = json.loads(read_small(source))
     if found["run"] != address or step not in (None, found["step"]):
         wanted = address if step is None else f"step {step} of {address}"
         raise UserError(

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -284,8 +285,20 @@ def replace_weights(folder: Path) -> None:
     (folder / WEIGHTS).mkdir()
 
 
+def replace_config(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / CONFIG).unlink()
+        make(folder / CONFIG)
+
+    return replace
+
+
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), r"cannot be read: .*; set lora.adapter to a folder"),
+    "config is endless": (replace_config(lambda file: file.symlink_to("/dev/zero")), r"be read: .*it is a device"),
+    "config is a pipe": (replace_config(os.mkfifo), r"cannot be read: .*it is a device, a pipe or a socket"),
+    "config is a folder": (replace_config(Path.mkdir), r"cannot be read: .*Is a directory"),
+    "config is a loop": (replace_config(lambda file: file.symlink_to(CONFIG)), r"cannot be read: .*symbolic links"),
     "config is no JSON": (write_config_text("{"), r"adapter_config.json of .* cannot be read: Expecting"),
     "config is no text": (write_config_text(b"\xff\xfe"), r"cannot be read: 'utf-8' codec"),
     "config is empty": (write_config_text(""), r"cannot be read: Expecting value"),
