@@ -91,9 +91,18 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     hf_class = CONFIG_MAPPING[values["model_type"]]
     _check_undeclared(values, declared_settings(hf_class) | hf_class.attribute_map.keys(), checkpoint)
     try:
-        return hf_class.from_dict(values)
+        return hf_class.from_dict(with_integers(values, hf_class))
     except (*INVALID_CONFIG, IndexError) as error:
         raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {first_line(error)}") from error
+
+
+def with_integers(values: Mapping[str, Any], hf_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """Convert whole numbers to integers if those of a config class are: transformers 5 refuses 256.0 for 256."""
+    defaults = hf_class().to_dict()
+    return {
+        name: int(value) if type(value) is float and value.is_integer() and type(defaults.get(name)) is int else value
+        for name, value in values.items()
+    }
 
 
 def _check_supported(raw: Mapping[str, Any], checkpoint: str) -> None:

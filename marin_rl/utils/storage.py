@@ -414,25 +414,28 @@ def check_small(path: Path, max_bytes: int = MAX_DESCRIPTION_BYTES) -> None:
     """Check that a file can be read as a whole: a device may have no end, and a pipe no writer.
 
     Raises:
-        OSError: if it does not exist, is neither a regular file nor a folder, or is too large.
+        OSError: if it does not exist.
+        ValueError: if it is neither a regular file nor a folder, or too large.
     """
     status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket; replace it by a file", str(path))
+        raise ValueError(f"{str(path)!r} is a device, a pipe or a socket; replace it by a file")
     if status.st_size > max_bytes:
-        size = f"{status.st_size / 2**20:,.0f} MiB, more than the {max_bytes // 2**20} MiB"
-        raise OSError(errno.EFBIG, f"it has {size} that such a file may have; use the original file", str(path))
+        raise ValueError(
+            f"{str(path)!r} has {status.st_size / 2**20:,.0f} MiB, more than the {max_bytes // 2**20} MiB that such a "
+            "file may have; use the original file"
+        )
 
 
 def read_small(path: StoragePath, max_bytes: int = MAX_DESCRIPTION_BYTES) -> bytes:
-    """Read a file that describes something, such as a config, as a whole; raises OSError as `check_small`."""
+    """Read a file that describes something, such as a config, as a whole; errors as of `check_small`."""
     if isinstance(path, Path):
         check_small(path, max_bytes)
     return path.read_bytes()
 
 
 def check_descriptions(folder: Path) -> None:
-    """Check that the files of a model's folder that are read as a whole fit into memory; raises OSError as above."""
+    """Check that the files of a model's folder that are read as a whole fit into memory; errors as above."""
     for path in sorted(folder.iterdir()):
         # A dangling link is reported when it is read.
         if path.suffix in (".json", ".jinja", ".model", ".txt") and path.exists():

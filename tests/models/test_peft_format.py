@@ -295,8 +295,8 @@ def replace_config(make: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), r"cannot be read: .*; set lora.adapter to a folder"),
-    "config is endless": (replace_config(lambda file: file.symlink_to("/dev/zero")), r"be read: .*it is a device"),
-    "config is a pipe": (replace_config(os.mkfifo), r"cannot be read: .*it is a device, a pipe or a socket"),
+    "config is endless": (replace_config(lambda file: file.symlink_to("/dev/zero")), r"be read: .*is a device"),
+    "config is a pipe": (replace_config(os.mkfifo), r"cannot be read: .*is a device, a pipe or a socket"),
     "config is a folder": (replace_config(Path.mkdir), r"cannot be read: .*Is a directory"),
     "config is a loop": (replace_config(lambda file: file.symlink_to(CONFIG)), r"cannot be read: .*symbolic links"),
     "config is no JSON": (write_config_text("{"), r"adapter_config.json of .* cannot be read: Expecting"),
