@@ -114,7 +114,10 @@ def load_hf_policy(
 
 
 class _Converter(HFCheckpointConverter):
-    """Levanter's converter, for files with fused experts, too."""
+    """Levanter's converter, for files with fused experts and whole numbers such as 256.0, too."""
+
+    def hf_config_from_hf_checkpoint(self, ref: Any = None) -> PretrainedConfig:
+        return read_hf_config(str(self.reference_checkpoint if ref is None else ref))
 
     def load_state_dict(self, ref: Any = None, dtype: Any = None) -> dict[str, Any]:
         return split_experts(HFCheckpointConverter.load_state_dict(self, ref, dtype))
