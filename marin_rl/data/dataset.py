@@ -16,8 +16,8 @@ from marin_rl.data.config import DataConfig, LongSequences
 from marin_rl.data.pairs import encode_pair
 from marin_rl.data.rows import ROW_FORMS, Example, Form, encode_row, form_of, make_example
 from marin_rl.environments.base import epoch_order
+from marin_rl.environments.row_columns import Row, unused_columns
 from marin_rl.environments.row_files import read_dataset, read_jsonl, read_parquet
-from marin_rl.environments.row_format import Row
 from marin_rl.environments.splits import Split, split_of
 from marin_rl.tokenization.chat import ChatTokenizer
 
@@ -32,7 +32,7 @@ def read_rows(config: DataConfig, key: str) -> tuple[list[Row], list[Row]]:
         key: its section in the config, for messages.
 
     Raises:
-        ValueError: if a source does not exist, cannot be read, or has no rows to train on or to hold out.
+        ValueError: if a source does not exist or cannot be read.
     """
     rows = list(_read(config, config.path, config.split, f"{key}.path"))
     if config.held_out_path is not None:
@@ -43,12 +43,22 @@ def read_rows(config: DataConfig, key: str) -> tuple[list[Row], list[Row]]:
         splits = [split_of(json.dumps(row.values, default=str), config.held_out, 0.0) for row in rows]
         held_out = [row for row, split in zip(rows, splits, strict=True) if split is Split.HELD_OUT]
         rows = [row for row, split in zip(rows, splits, strict=True) if split is Split.TRAIN]
+    return rows, held_out
+
+
+def _check_division(rows: Sequence[Row], held_out: Sequence[Row], config: DataConfig, key: str) -> None:
+    """Check that there are rows to train on, and to hold out."""
+    both = [*rows, *held_out]
+    if config.held_out and len(both) > 1 and all(row.values == both[0].values for row in both):
+        raise ValueError(
+            f"all {len(both):,} rows of {key} are identical, so {key}.held_out {config.held_out} cannot divide them; "
+            f"add other rows, or set {key}.held_out to 0"
+        )
     if not rows:
         share = f", with {key}.held_out {config.held_out}" if held_out else ""
         raise ValueError(f"{key}.path {config.path!r} has no rows to train on{share}")
     if not held_out and config.holds_out:
         raise ValueError(f"no row of {key} is held out; raise {key}.held_out, or correct the source of held-out rows")
-    return rows, held_out
 
 
 def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
@@ -71,6 +81,8 @@ class Encoded(NamedTuple):
     """Number of rows that were left out because they are too long."""
     truncated: int
     """Number of rows with a sequence that was cut."""
+    unused: tuple[str, ...] = ()
+    """Columns that are not used."""
 
 
 class Data(NamedTuple):
@@ -102,10 +114,15 @@ def read_examples(
         pairs: whether the rows are pairs of answers.
 
     Raises:
-        ValueError: if a row is invalid, or no row fits; the message names the row.
+        ValueError: if a row is invalid, or no row fits, is left to train on or is held out; the message names the row.
     """
     forms = (Form.PAIR,) if pairs else ROW_FORMS
-    data = Data(*(encode_rows(rows, tokenizer, max_length, long_sequences, forms) for rows in read_rows(config, key)))
+    parts = read_rows(config, key)
+    encoded = [encode_rows(rows, tokenizer, max_length, long_sequences, forms) for rows in parts]
+    # After the rows, whose own errors are more helpful.
+    _check_division(*parts, config, key)
+    unused = unused_columns(parts[0], form_of(parts[0][0], forms).used)
+    data = Data(encoded[0]._replace(unused=tuple(unused)), encoded[1])
     for rows, name in zip(data, ("to train on", "held out"), strict=True):
         if rows.skipped and not rows.examples:
             raise ValueError(

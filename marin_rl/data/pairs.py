@@ -13,8 +13,8 @@ Loss is on the assistant messages after the prompt. Tokens are those of [rows][m
 
 import itertools
 
-from marin_rl.data.rows import Example, encode_episode, make_example, read_messages
-from marin_rl.environments.row_format import Row
+from marin_rl.data.rows import Example, Form, encode_episode, make_example, read_messages, replies_with_loss
+from marin_rl.environments.row_columns import Row, check_columns
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message
 
@@ -31,6 +31,7 @@ def encode_pair(row: Row, tokenizer: ChatTokenizer) -> Example:
             row and the column.
         ChatTemplateError: if the chat template rejects a conversation.
     """
+    check_columns(row, Form.PAIR.used)
     prompt, *answers = split_pair(row)
     chosen, rejected = (encode_episode(row, prompt, answer, tokenizer) for answer in answers)
     if chosen == rejected:
@@ -77,5 +78,10 @@ def split_pair(row: Row) -> tuple[list[Message], list[Message], list[Message]]:
             raise ValueError(
                 f"{row.where}: chosen and rejected differ in message {shared}, which is of the {role} in {column!r}; "
                 "they must be answers to the same prompt"
+            )
+        if not all(replies_with_loss(row, column, shared)):
+            raise ValueError(
+                f"{row.where}: column {column!r} has a reply with weight 0, but the whole answers are compared; remove "
+                "the weight, or move the reply to the prompt"
             )
     return [*prompt, *chosen[:shared]], chosen[shared:], rejected[shared:]

@@ -6,7 +6,7 @@
 import bz2
 import gzip
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,35 +53,33 @@ def check_data_files(source: Path) -> None:
                 raise DataFileError(f"cannot read {str(path)!r}: {reason}; replace or remove the file") from error
 
 
-def python_rows(table: Any, source: str, first: int) -> list[dict[str, Any]]:
-    """Convert rows of Arrow to Python values.
-
-    Args:
-        table: a table or batch of PyArrow.
-        source: name of the file or dataset, for messages.
-        first: number of the first row in it.
+def python_rows(tables: Iterable[Any], source: str, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Convert tables or batches of Arrow, whose first row has the number `first`, to Python values.
 
     Raises:
         DataFileError: if Python has no such value, such as a date after the year 9999 or text that is not UTF-8; the
             message names source, row and column.
     """
-    try:
-        return table.to_pylist()
-    except Exception as error:
-        # PyArrow, pandas and packages of time zones raise errors of many types.
-        for name, column in zip(table.schema.names, table.columns, strict=True):
-            for row in range(len(column)):
-                _check_value(column[row], f"{source}, row {first + row}: column {name[:MAX_NAME]!r}")
-        raise DataFileError(f"{source}: rows from {first} on cannot be read: {describe(error)}") from error
+    for table in tables:
+        try:
+            yield from table.to_pylist()
+        except Exception as error:
+            # PyArrow, pandas and packages of time zones raise errors of many types.
+            raise DataFileError(f"{source}, {_bad_value(table, first)}; correct it, or remove the column") from error
+        first += len(table)
 
 
-def _check_value(value: Any, where: str) -> None:
-    try:
-        value.as_py()
-    except Exception as error:
-        kind = str(value.type)[:MAX_NAME]
-        problem = f"has a value of type {kind} that cannot be read ({describe(error)})"
-        raise DataFileError(f"{where} {problem}; correct it, or remove the column") from error
+def _bad_value(table: Any, first: int) -> str:
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        for row, value in enumerate(column, start=first):
+            try:
+                value.as_py()
+            except Exception as error:
+                kind, problem = str(value.type)[:MAX_NAME], describe(error)
+                return (
+                    f"row {row}: column {name[:MAX_NAME]!r} has a value of type {kind} that cannot be read ({problem})"
+                )
+    return f"rows from {first} on have a column that cannot be read"
 
 
 def _check_expansion(path: Path) -> None:

@@ -5,6 +5,7 @@
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Lt
 
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.row_columns import Row, unused_columns
 from marin_rl.environments.row_files import describe_dataset, read_dataset, read_jsonl
-from marin_rl.environments.row_format import Row, RowFormat
+from marin_rl.environments.row_format import RowFormat
 from marin_rl.environments.single_turn import SingleTurnEnvironment, refuse_garbage_rewards
 from marin_rl.environments.splits import (
     Problem,
@@ -42,6 +44,8 @@ CHECKED_ANSWERS = 100
 """Number of ground truths of each source that are checked at startup. Parsing all answers of a large dataset would
 take minutes; an answer column that does not fit its grader fails in the first rows, and a single bad row fails when it
 is used."""
+CHECKED_ROWS = 1000
+"""Number of rows whose columns a dry run lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +109,13 @@ class DatasetConfig(EnvironmentConfig):
         source = self._describe(training)
         problems = self._problems(training, name)
         separate = [] if held_out is None else self._problems(held_out, name)
+        grader = self.grader if isinstance(self.grader, Grader) else None
+        if grader is not None:
+            _check_answers(grader, (*problems[:CHECKED_ANSWERS], *separate[:CHECKED_ANSWERS]))
         if held_out is None:
             splits = split_problems(problems, self._held_out_share, self.validation, source)
         else:
             splits = _with_held_out(problems, separate, self.validation, source)
-        grader = self.grader if isinstance(self.grader, Grader) else None
-        if grader is not None:
-            _check_answers(grader, (*problems[:CHECKED_ANSWERS], *separate[:CHECKED_ANSWERS]))
         environment = SingleTurnEnvironment(
             name=name,
             splits=splits,
@@ -125,6 +129,11 @@ class DatasetConfig(EnvironmentConfig):
         if not self.allow_garbage_rewards:
             refuse_garbage_rewards(environment, source)
         return environment
+
+    def unused_columns(self) -> list[str]:
+        """Return the columns of the first rows that are not used."""
+        rows = itertools.islice(self._read(getattr(self, self.source_keys[0])), CHECKED_ROWS)
+        return unused_columns(rows, self.rows.used_columns)
 
     def _problems(self, source: str, name: str) -> list[Problem]:
         return without_duplicates((self.rows.problem(row, name) for row in self._read(source)), self._describe(source))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 
 from marin_rl.environments.data_files import check_data_files, python_rows
-from marin_rl.environments.row_format import Row
+from marin_rl.environments.row_columns import Row
 from marin_rl.utils.errors import MAX_DESCRIPTION
 from marin_rl.utils.hub import DATASET, LFS_PROBLEM, check_source
 
@@ -74,13 +74,15 @@ def read_parquet(path: Path, name: str) -> Iterator[Row]:
     # Imported here because it takes time, and most runs have no such files.
     import pyarrow.parquet as pq
 
+    from marin_rl.environments.arrow_values import parse_json
+
     check_data_files(path)
     with pq.ParquetFile(path) as file:
-        index = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for index, values in enumerate(python_rows(batch, name, index), start=index):  # noqa: B020
-                yield Row(values, f"{name}, row {index}")
-            index += 1
+        types = file.schema_arrow
+        with_json = [column for column in types if "arrow.json" in str(column.type)]
+        for index, values in enumerate(python_rows(file.iter_batches(batch_size=1024), name)):
+            parsed = {column.name: parse_json(values[column.name], column.type) for column in with_json}
+            yield Row({**values, **parsed}, f"{name}, row {index}", types)
 
 
 def describe_dataset(path: str, split: str) -> str:
@@ -102,15 +104,15 @@ def read_dataset(path: str, key: str, subset: str | None, split: str, revision: 
         ValueError: if the dataset or its split does not exist or cannot be loaded.
     """
     dataset, name = _load(path, key, subset, split, revision), describe_dataset(path, split)
-    rows = iter(dataset)
+    types, rows = dataset.features.arrow_schema, iter(dataset)
     for index in range(len(dataset)):
         try:
             values = next(rows)
         except Exception:
             # Of many types. `datasets` decodes several rows at a time.
-            python_rows(dataset.with_format("arrow")[index : index + 100], name, index)
+            list(python_rows([dataset.with_format("arrow")[index : index + 100]], name, index))
             raise
-        yield Row(cast(Mapping[str, Any], values), f"{name}, row {index}")
+        yield Row(cast(Mapping[str, Any], values), f"{name}, row {index}", types)
 
 
 def _load(path: str, key: str, subset: str | None, split: str, revision: str | None) -> "Dataset":

@@ -5,8 +5,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from marin_rl.environments.row_columns import Row, check_columns
 from marin_rl.environments.splits import Problem, problem_id, question_text
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
@@ -14,15 +15,10 @@ from marin_rl.utils.errors import nearest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _PLACEHOLDER = "{prompt}"
-
-
-class Row(NamedTuple):
-    """Row of a dataset with its origin."""
-
-    values: Mapping[str, Any]
-    """Values by column."""
-    where: str
-    """File and line, or dataset and row, for messages."""
+_SHAREGPT = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant", "observation": "tool"}
+"""Roles by the `from` of messages with `from` and `value`."""
+_LOSS_FLAGS = "train training trainable train_detail training_detail loss loss_mask loss_weight mask masked"
+"""Keys of other programs that mark messages with or without loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +70,7 @@ class RowFormat:
                 columns.
         """
         text, messages = self._question(row)
+        check_columns(row, self.used_columns)
         if self.system_prompt is not None:
             if messages[0]["role"] == "system":
                 raise ValueError(f"{row.where}: the row already has a system message; remove rows.system_prompt")
@@ -87,6 +84,12 @@ class RowFormat:
             worked_answer=_optional(row, "worked_answer_column", self.worked_answer_column, default="worked_answer"),
         )
         return Problem(text, task, row.where)
+
+    @property
+    def used_columns(self) -> set[str]:
+        """Columns that are read, those of objects without the names of their members."""
+        named = [value for name, value in vars(self).items() if name.endswith("_column")]
+        return {*named, *(column.partition(".")[0] for column in named)}
 
     def _question(self, row: Row) -> tuple[str, tuple[Message, ...]]:
         prompt = _value(row, self.prompt_column)
@@ -173,18 +176,34 @@ def message_items(row: Row, column: str) -> list[Any]:
         value = [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{row.where}: column {column!r} holds {value!r:.200}; it must be a list of messages")
-    return value
+    return [
+        _from_sharegpt(item, f"{row.where}: column {column!r}, message {index}") for index, item in enumerate(value)
+    ]
+
+
+def _from_sharegpt(item: Any, where: str) -> Any:
+    """Convert a message `{from: human, value: text}`; others stay as they are."""
+    if not isinstance(item, Mapping) or item.get("from") is None or "value" not in item or item.get("role") is not None:
+        return item
+    role = _SHAREGPT.get(item["from"]) if isinstance(item["from"], str) else None
+    if role is None:
+        raise ValueError(
+            f"{where} is from {item['from']!r:.200}; choose one of {', '.join(_SHAREGPT)}; a function_call is "
+            "{role: assistant, content: text, tool_calls: [{name: ..., arguments: {...}}]}"
+        )
+    kept = {key: value for key, value in item.items() if key not in ("from", "value")}
+    return {**kept, "role": role, "content": item["value"]}
 
 
 def parse_message(item: Any, where: str) -> Message:
     """Convert an item of a column of messages.
 
     Args:
-        item: an object with the keys `role` and `content`.
+        item: an object with the keys `role` and `content`, and optionally `weight`: 0, or for replies 1.
         where: the row, the column and the item, for error messages.
 
     Raises:
-        ValueError: if it is not a message with a role and text.
+        ValueError: if it is not a message with a role and text, or has another key.
     """
     if not isinstance(item, Mapping) or (content := _content(item)) is None:
         raise ValueError(
@@ -194,10 +213,19 @@ def parse_message(item: Any, where: str) -> Message:
     if item.get("role") not in _ROLES:
         raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
     # In a dataset of structs every message has all keys, most of them null.
-    if extra := [key for key, field in item.items() if key not in ("role", "content") and field is not None]:
+    if extra := [key for key, field in item.items() if key not in ("role", "content", "weight") and field is not None]:
+        remedy = (
+            "write weight: 0 for a reply without loss"
+            if extra[0] in _LOSS_FLAGS.split()
+            else "move it into the content"
+        )
         raise ValueError(
-            f"{where} has the key {extra[0]!r}, but only role and content are supported; move it into the content, "
-            "or remove it"
+            f"{where} has the key {extra[0]!r}, but only role, content and weight are supported; {remedy}, or remove it"
+        )
+    if (weight := item.get("weight")) is not None and weight not in ((0, 1) if item["role"] == "assistant" else (0,)):
+        raise ValueError(
+            f"{where} is of the {item['role']} and has the weight {weight!r:.200}; only replies have loss, and their "
+            "weight must be 0 or 1"
         )
     return Message(role=item["role"], content=content)
 

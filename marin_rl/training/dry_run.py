@@ -19,6 +19,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.dataset import describe as describe_data
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.dataset import DatasetConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
@@ -58,7 +59,7 @@ from marin_rl.types import Task
 from marin_rl.utils.devices.setup import microbatch_rows
 from marin_rl.utils.errors import USER_ERRORS, Closing, describe
 from marin_rl.utils.event_loop import BackgroundLoop
-from marin_rl.utils.output import escape_line
+from marin_rl.utils.output import escape_line, shorten
 from marin_rl.utils.remote_path import StorageError
 from marin_rl.utils.settings.fields import nested_sections
 from marin_rl.utils.storage import storage_path
@@ -74,6 +75,8 @@ _NAMED_PROMPTS = 3
 """Maximum number of too long prompts that a message names."""
 _SHOWN_PROMPT = 400
 """Maximum characters of the prompt that is shown."""
+_SHOWN_COLUMNS = 500
+"""Maximum characters of the names of columns that are not used."""
 
 
 class DryRun:
@@ -146,6 +149,9 @@ def dry_run(
             found.attempt(parts.check_sampler, vocab_size or tokenizer.vocab_size)
         if None not in (tokenizer, environment, config.model) and (reference := found.attempt(check_reference, parts)):
             found.line("reference model", reference)
+        for key, section in nested_sections(config.environment, "environment"):
+            if isinstance(section, DatasetConfig) and environment is not None and (unused := section.unused_columns()):
+                report(f"columns not used: {_shown_columns(unused)} ({key})")
         if environment is None:
             found.attempt(_check_reward_files, config.environment, config.sandbox)
         else:
@@ -187,6 +193,8 @@ def dry_run_supervised(
         return found.problems
     config, data = read
     found.line("data", describe_data(data))
+    if data.train.unused:
+        report(f"columns not used: {_shown_columns(data.train.unused)}")
     weights = config.initialize_from, config.model
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:
@@ -410,6 +418,10 @@ def _fits(task: Task, runner: RolloutRunner) -> bool:
         return bool(runner.limits.prompt_tokens(task, runner.tokenizer))
     except (PromptTooLongError, ChatTemplateError):
         return False
+
+
+def _shown_columns(columns: Sequence[str]) -> str:
+    return escape_line(shorten(", ".join(columns), _SHOWN_COLUMNS))
 
 
 def _unchecked(parts: RunParts, state: _DirectoryState | None) -> list[str]:

@@ -3,12 +3,16 @@
 
 """Sources of supervised data, their division, long rows, and the order of batches."""
 
+import datetime
+import decimal
 import gzip
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +25,8 @@ from marin_rl.data.config import DataConfig
 from marin_rl.data.dataset import Batches, Encoded, join_examples, read_examples
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from tests.tokenization.conftest import chatml_tokenizer
+from tests.tokenization.tool_templates import QWEN3
 
 CHAT = ChatTokenizer(byte_tokenizer())
 ROWS = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(30)]
@@ -38,6 +44,153 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
 def read(path: str, batch: BatchConfig | None = None, **settings: Any) -> tuple[Encoded, Encoded]:
     batch = batch or BatchConfig()
     return read_examples(DataConfig(path, **settings), "data", batch.max_length, batch.long_sequences, CHAT)
+
+
+TOOLS = ChatTokenizer(chatml_tokenizer(QWEN3))
+
+
+def calls(*arguments: Any, tools: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Rows that each call a tool, with the arguments and the properties of the tool's schema."""
+    rows: list[dict[str, Any]] = []
+    for index, each in enumerate(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": each}}
+        replies = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "done"}]
+        last = {"role": "assistant", "content": "ok"}
+        rows.append({"messages": [{"role": "user", "content": f"question {index}"}, *replies, last]})
+    for row, properties in zip(rows, tools, strict=False):
+        parameters = {"type": "object", "properties": properties}
+        row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return rows
+
+
+def as_struct(rows: list[dict[str, Any]], folder: Path) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_json(rows: list[dict[str, Any]], folder: Path) -> Path:
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_json_parquet(rows: list[dict[str, Any]], folder: Path) -> Path:
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def as_parquet(rows: list[dict[str, Any]], folder: Path) -> Path:
+    return Path(write(folder / "b.parquet", rows))
+
+
+def as_folder(rows: list[dict[str, Any]], folder: Path) -> Path:
+    (folder / "folder").mkdir()
+    return Path(write(folder / "folder" / "train.jsonl", rows)).parent
+
+
+def tokens(path: Path) -> list[list[int]]:
+    data = read_examples(DataConfig(str(path)), "data", 4096, BatchConfig().long_sequences, TOOLS)
+    return [example.input_ids.tolist() for example in data.train.examples]
+
+
+TEXT = {"type": "string"}
+SAME: dict[str, list[dict[str, Any]]] = {
+    "same keys": calls({"a": "x", "b": True}, {"a": "y", "b": False}),
+    "integers": calls({"a": 3, "b": [2**62]}, {"a": 4, "b": []}),
+    "fractions": calls({"a": 3.25}, {"a": 1e-9}),
+    "objects in lists": calls({"a": [{"b": "x"}]}, {"a": [{"b": "y"}, {"b": "z"}]}),
+    "null in a list": calls({"a": ["x", None]}, {"a": ["y"]}),
+    "dates as text": calls({"a": "2024-01-01T00:00:00"}, {"a": "2024-01-02"}),
+    "JSON as text": calls('{"a": 3}', '{"b": null, "c": 2.0}'),
+    "schemas": calls({"a": "x"}, {"a": "y"}, tools=[{"a": TEXT}, {"a": {"type": "integer"}}]),
+    "a row without schemas": calls({"a": "x"}, {"a": "y"}, tools=[{"a": TEXT}]),
+}
+"""Rows that Arrow does not change."""
+CHANGED: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "missing key": (calls({"a": "x"}, {"b": "y"}), "0: column 'messages', key .*arguments.b' is null"),
+    "written null": (calls({"a": "x"}, {"a": None}), "1: column 'messages', key .*arguments.a' is null"),
+    "deep key": (calls({"a": {"b": "x"}}, {"a": {"c": "x"}}), "0: column 'messages', key .*arguments.a.c' is null"),
+    "key in a list": (
+        calls({"a": [{"b": "x"}, {"c": "x"}]}),
+        r"0: column 'messages', key .*arguments.a\[0\].c' is null",
+    ),
+    "empty object": (calls({"a": "x"}, {}), "1: column 'messages', key .*arguments.a' is null"),
+    "whole number": (calls({"a": 3}, {"a": 4.5}), "0: column 'messages', key .*arguments.a' is 3.0"),
+    "number in a list": (calls({"a": [0.5, 2]}), r"0: column 'messages', key .*arguments.a\[1\]' is 2.0"),
+    "properties": (
+        calls("{}", "{}", tools=[{"a": TEXT}, {"b": TEXT}]),
+        "0: column 'tools', key .*properties.b' is null",
+    ),
+    "default": (calls("{}", tools=[{"a": {**TEXT, "default": None}}]), "0: column 'tools', key .*a.default' is null"),
+    "minimum": (
+        calls("{}", "{}", tools=[{"a": {"minimum": n}} for n in (1, 0.5)]),
+        "0: column 'tools', key .*minimum' is 1",
+    ),
+    "time": (
+        calls({"a": datetime.datetime(2024, 1, 1)}),
+        r"0: column 'messages', key .*a' is of Arrow's type timestamp",
+    ),
+    "date": (calls({"a": datetime.date(2024, 1, 1)}), r"0: column 'messages', key .*a' is of Arrow's type date32"),
+    "decimal": (calls({"a": decimal.Decimal("1.5")}), r"0: column 'messages', key .*a' is of Arrow's type decimal128"),
+    "bytes": (calls({"a": b"x"}), r"0: column 'messages', key .*a' is of Arrow's type binary"),
+}
+"""Rows that Arrow changes, with the first change."""
+
+
+@pytest.mark.parametrize("store", [as_struct, as_json, as_json_parquet, as_parquet, as_folder])
+def test_arguments_and_schemas_are_those_of_jsonl(store: Callable[..., Path], tmp_path: Path):
+    for index, rows in enumerate(SAME.values()):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        assert tokens(store(rows, folder)) == tokens(Path(write(folder / "rows.jsonl", rows)))
+
+
+@pytest.mark.parametrize("store", [as_struct, as_parquet])
+@pytest.mark.parametrize("case", CHANGED)
+def test_arguments_and_schemas_that_arrow_may_have_changed_are_refused(
+    case: str, store: Callable[..., Path], tmp_path: Path
+):
+    rows, text = CHANGED[case]
+    with pytest.raises(ValueError, match=rf"row {text}.*JSONL, or the (arguments|tools) as JSON text$"):
+        tokens(store(rows, tmp_path))
+
+
+@pytest.mark.parametrize("store", [as_json, as_json_parquet, as_folder])
+@pytest.mark.parametrize(
+    "case", ["missing key", "written null", "deep key", "empty object", "whole number", "properties"]
+)
+def test_objects_that_datasets_keeps_as_json_are_exact(case: str, store: Callable[..., Path], tmp_path: Path):
+    rows = CHANGED[case][0]
+    assert tokens(store(rows, tmp_path)) == tokens(Path(write(tmp_path / "rows.jsonl", rows)))
+
+
+def test_a_map_of_arrow_is_refused(tmp_path: Path):
+    call = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+    reply = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [("a", "x")]}]}
+    column = pa.array([[{"role": "user", "content": "q"}, reply]], pa.list_(message))
+    pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"row 0: column 'messages', key .*arguments' is of Arrow's type map"):
+        tokens(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.999])
+def test_identical_rows_are_named_after_their_own_errors(share: float, tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [ROWS[0]] * 5)
+    assert len(read(path)[0].examples) == 5
+    with pytest.raises(ValueError, match=rf"^all 5 rows of data are identical, so data.held_out {share} cannot"):
+        read(path, held_out=share)
+    bad = write(tmp_path / "b.jsonl", [{**ROWS[0], "completion": " "}] * 5)
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: column 'completion' is empty"):
+        read(bad, held_out=share)
+
+
+def test_unused_columns_are_listed(tmp_path: Path):
+    rows = [
+        {**row, "source": "sums", "tools": None, "notes": None, **({"id": 3} if index else {})}
+        for index, row in enumerate(ROWS)
+    ]
+    assert read(write(tmp_path / "a.jsonl", rows))[0].unused == ("source", "id")
+    assert read(write(tmp_path / "b.jsonl"))[0].unused == ()
 
 
 def contents(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:

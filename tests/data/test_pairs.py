@@ -52,6 +52,11 @@ PLAIN = [(f"{USER}1+1={END}{ASSISTANT}{answer}{END}", f"{answer}{END}") for answ
         # UltraFeedback repeats the prompt, and has further columns.
         {"prompt": "1+1=", "chosen": [PROMPT, RIGHT], "rejected": [PROMPT, WRONG], "messages": [PROMPT, RIGHT]},
         {"prompt": [PROMPT], "chosen": [PROMPT, RIGHT], "rejected": [PROMPT, WRONG], "score_chosen": 8.0},
+        {
+            "prompt": [{"from": "human", "value": "1+1="}],
+            "chosen": [{"from": "gpt", "value": "2"}],
+            "rejected": [{"from": "gpt", "value": "3", "weight": 1}],
+        },
         # Parquet has null for absent keys.
         {"prompt": None, "chosen": [{**PROMPT, "name": None}, RIGHT], "rejected": [PROMPT, WRONG]},
     ],
@@ -60,6 +65,13 @@ def test_forms_of_a_pair_have_the_same_tokens(chat, values):
     pair = encode_pair(row_of(**values), chat)
     assert texts(chat, pair) == PLAIN
     assert (pair.chosen, len(pair.lengths)) == (1, 2)
+
+
+def test_weights_of_shared_replies_do_not_matter(chat):
+    rows = [[PROMPT, {**RIGHT, "weight": weight}, AGAIN] for weight in (0, 1, None)]
+    found = [texts(chat, encode_pair(row_of(chosen=[*row, RIGHT], rejected=[*row, WRONG]), chat)) for row in rows]
+    assert found[0] == found[1] == found[2]
+    assert [loss for _, loss in found[0]] == [f"2{END}", f"3{END}"]
 
 
 def test_a_system_message_is_part_of_the_prompt(chat):
@@ -150,9 +162,23 @@ BAD = {
     "empty list": ({"prompt": "1+1=", "chosen": [RIGHT], "rejected": []}, "column 'rejected' holds []"),
     "a number": ({"prompt": "1+1=", "chosen": 2, "rejected": 3}, "column 'chosen' holds 2; it must be a list"),
     "a role": ({"prompt": "1+1=", "chosen": [{"role": "gpt", "content": "2"}], "rejected": [WRONG]}, "the role 'gpt'"),
-    "ShareGPT": (
-        {"prompt": "1+1=", "chosen": [{"from": "gpt", "value": "2"}], "rejected": [WRONG]},
-        "column 'chosen', message 0 is {'from': 'gpt', 'value': '2'}; it must be {role: ..., content: text}",
+    "a sender": (
+        {"prompt": "1+1=", "chosen": [{"from": "bing", "value": "2"}], "rejected": [WRONG]},
+        "column 'chosen', message 0 is from 'bing'; choose one of",
+    ),
+    "a reply of weight 0": (
+        {"prompt": "1+1=", "chosen": [{**RIGHT, "weight": 0}], "rejected": [WRONG]},
+        "column 'chosen' has a reply with weight 0",
+    ),
+    "scores of a reference": (
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "ref_chosen_logps": -1.5},
+        "column 'ref_chosen_logps' holds -1.5",
+    ),
+    "an image": ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "images": ["a.png"]}, "column 'images' holds"),
+    "a system column": ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "system": "s"}, "column 'system' holds 's'"),
+    "answers of OpenAI": (
+        {"input": {"messages": [PROMPT]}, "preferred_output": [RIGHT], "non_preferred_output": [WRONG]},
+        'convert each row to {"prompt": row["input"]["messages"]',
     ),
     "prompt of the assistant": (
         {"prompt": [RIGHT], "chosen": [RIGHT], "rejected": [WRONG]},

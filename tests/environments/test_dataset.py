@@ -186,6 +186,23 @@ def test_build_rejects_a_ground_truth_that_the_grader_cannot_parse(tmp_path: Pat
         JsonlConfig(path=train, held_out_path=path, grader=MathVerifyConfig()).build()
 
 
+def test_errors_of_identical_problems_come_before_that_of_their_division(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "half of one third", "answer": r"\frac{1"}] * 5)
+    with pytest.raises(GroundTruthError, match=r"a\.jsonl:1: math_verify cannot parse the ground truth"):
+        JsonlConfig(path=path, grader=MathVerifyConfig()).build()
+    path = write(tmp_path / "b.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 5)
+    with pytest.raises(ValueError, match=r"1 distinct problems \(4 of all 5 are duplicates\)"):
+        JsonlConfig(path=path).build()
+
+
+def test_unused_columns(tmp_path: Path):
+    rows = [{**row, "source": "sums", "reward_model": {"truth": "3"}} for row in sums(30)]
+    config = JsonlConfig(path=write(tmp_path / "a.jsonl", rows))
+    assert config.unused_columns() == ["source", "reward_model"]
+    named = JsonlConfig(path=config.path, rows=RowFormat(answer_column="reward_model.truth"))
+    assert named.unused_columns() == ["answer", "source"]
+
+
 def test_an_invalid_ground_truth_after_the_first_rows_raises_in_step(tmp_path: Path):
     rows = [*sums(150), *({"prompt": f"bad {n}", "answer": r"\frac{1"} for n in range(20))]
     environment = JsonlConfig(path=write(tmp_path / "a.jsonl", rows), grader=MathVerifyConfig()).build()

@@ -69,6 +69,17 @@ def test_columns_of_objects():
     assert problem({"q": {"en": "1+1?"}, "answer": "2"}, prompt_column="q.en").task.messages == (ASK,)
 
 
+def test_columns_without_effect_or_named_by_the_config_are_accepted():
+    harmless = {"images": [], "system": None, "tools": [], "chat_template_kwargs": {"thinking": None}, "weight": 1}
+    row = {"prompt": "1+1?", "answer": "2", "source": "sums", **harmless}
+    assert problem(row).task == problem({"prompt": "1+1?", "answer": "2"}).task
+    assert problem({"context": "1+1?", "label": "2"}, prompt_column="context", answer_column="label").task.answer == "2"
+    made = problem({"history": [{"from": "human", "value": "1+1?"}], "answer": "2"}, messages_column="history")
+    assert made.task.messages == (ASK,)
+    dotted = problem({"context": {"q": "1+1?"}, "answer": "2"}, prompt_column="context.q")
+    assert dotted.task.messages == (ASK,)
+
+
 def test_gsm8k():
     made = problem(
         {"question": "q", "answer": "1+1=2\n#### 1,002"},
@@ -124,12 +135,20 @@ def test_conversations_that_differ_in_white_space_or_system_message_are_equal():
         ),
         ({"prompt": "a", "answer": "2"}, {"answer_column": "answer.value"}, "there is no column 'answer.value'"),
         ({"prompt": " ", "answer": "2"}, {}, "column 'prompt' is empty"),
+        ({"prompt": "a", "answer": "2", "system": "s"}, {}, "file:3: column 'system' holds 's', which is not applied"),
+        ({"prompt": "a", "answer": "2", "context": "s"}, {}, "file:3: column 'context' holds"),
+        ({"prompt": "a", "answer": "2", "images": ["a.png"]}, {}, "file:3: column 'images' holds"),
+        ({"prompt": "a", "answer": "2", "tools": [{}, {"name": "f"}]}, {}, "file:3: column 'tools' holds"),
+        ({"prompt": "a", "answer": "2", "chat_template_kwargs": {"a": False}}, {}, "column 'chat_template_kwargs'"),
+        ({"prompt": "a", "answer": "2", "weight": 2.0}, {}, "column 'weight' holds 2.0"),
+        ({"prompt": "a", "context": "2", "system": "s"}, {"answer_column": "context"}, "column 'system' holds"),
+        ({"messages": [{**ASK, "weight": 0.5}], "answer": "2"}, {}, "message 0 is of the user and has the weight 0.5"),
         ({"prompt": "a", "answer": ""}, {}, "column 'answer' is empty"),
         ({"messages": [{"role": "me", "content": "a"}], "answer": "2"}, {}, "has the role 'me'; choose one of system"),
         (
             {"messages": [{"role": "assistant", "content": "", "name": None, "tool_calls": [{}]}, ASK], "answer": "2"},
             {},
-            "message 0 has the key 'tool_calls', but only role and content are supported",
+            "message 0 has the key 'tool_calls', but only role, content and weight are supported",
         ),
         (
             {"messages": [ASK, {"role": "assistant", "content": "2"}], "answer": "2"},

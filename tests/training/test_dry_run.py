@@ -382,6 +382,18 @@ def test_broken_run_directory(
     assert_red(interrupted, message, capfd)
 
 
+def test_unused_columns_are_listed_in_one_short_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    rows = [
+        {**problem, "so\nurce": "sums", **{f"{index}_{'x' * 50}": index for index in range(99)}} for problem in PROBLEMS
+    ]
+    data = with_data("".join(f"{json.dumps(row)}\n" for row in rows))(tmp_path)
+    assert make_run(tmp_path, **SHORT, **data).train("--dry_run") == 0
+    [line] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("columns not used")]
+    assert line.startswith("columns not used: so\\nurce, 0_xx")
+    assert line.endswith("(environment)")
+    assert len(line) < 600
+
+
 def test_locked_run_directory(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
     from marin_rl.runs.lock import lock
     from marin_rl.runs.run_directory import RunDirectory

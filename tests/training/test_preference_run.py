@@ -190,8 +190,13 @@ def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert "12 pairs with 193 tokens, 49 with loss; 12 pairs are held out" in printed
     assert re.search(r"the run +\d+ steps of \d+ pairs\n", printed)
+    assert "columns not used" not in printed
     assert "the run starts from the beginning" in printed
     assert not run.path.exists()
+    rows = [{**pair, "source": "sums", "score": 1} for pair in PAIRS]
+    (tmp_path / "dry" / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert train(run, "--dry_run") == 0
+    assert "\ncolumns not used: source, score\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", ["", "reference_logprobs.npz", "manifest.json"])
