@@ -75,10 +75,8 @@ def _bad_value(table: Any, first: int) -> str:
             try:
                 value.as_py()
             except Exception as error:
-                kind, problem = str(value.type)[:MAX_NAME], describe(error)
-                return (
-                    f"row {row}: column {name[:MAX_NAME]!r} has a value of type {kind} that cannot be read ({problem})"
-                )
+                kind = f"{str(value.type)[:MAX_NAME]} that cannot be read ({describe(error)})"
+                return f"row {row}: column {name[:MAX_NAME]!r} has a value of type {kind}"
     return f"rows from {first} on have a column that cannot be read"
 
 

@@ -228,14 +228,10 @@ def _remedy_of_weights(names: Iterable[str]) -> str:
     """End of a sentence about tensors that replace weights of the base; empty if there are none."""
     if not (replaced := [name for name in names if not _module(name)]):
         return ""
+    start = f"; {replaced[0]} replaces a weight of the model itself, so"
     if all("embed_tokens" in name or "lm_head" in name for name in replaced):
-        return (
-            "; leave out weights of the model itself with PEFT's save_pretrained(FOLDER, save_embedding_layers=False)"
-        )
-    return (
-        f"; {replaced[0]} replaces a weight of the model itself, so merge the adapter into its base with PEFT's "
-        "merge_and_unload, and use the result as initialize_from"
-    )
+        return f"{start} leave it out with PEFT's save_pretrained(FOLDER, save_embedding_layers=False)"
+    return f"{start} merge the adapter into its base with PEFT's merge_and_unload, and use that as initialize_from"
 
 
 def _is_targets(value: Any) -> bool:

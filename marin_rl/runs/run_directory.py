@@ -16,6 +16,7 @@ profile/        traces of the devices and the host, with `trainer.profiler`
 """
 
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -215,9 +216,7 @@ def _output_problem(path: StoragePath, mark: bytes | None) -> str:
 def _has_mark(path: StoragePath, mark: bytes | None) -> bool:
     if mark is None or not path.is_file():
         return False
-    if isinstance(path, RemotePath):
-        return mark in path.read_bytes()[:_HEAD_BYTES]
-    with path.open("rb") as file:
+    with path.open("rb") if isinstance(path, Path) else io.BytesIO(path.read_bytes()) as file:
         return mark in file.read(_HEAD_BYTES)
 
 

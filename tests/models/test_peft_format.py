@@ -420,7 +420,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "infinity": (replace_q(lambda array: np.where(array == array.max(), -np.inf, array)), rf"not finite in {Q}"),
     "a weight under an adapted layer": (
         add_tensor(f"{LAYER}.q_proj.base_layer.weight"),
-        r"model lack .*q_proj.base_layer.weight; use .*; base_model.*q_proj.base_layer.weight replaces .*merge_and_unload",
+        r"lack .*q_proj.base_layer.weight; use .*; base_model.*q_proj.base_layer.weight replaces .*merge_and_unload",
     ),
     "a bias under an adapted layer": (
         add_tensor(f"{LAYER}.q_proj.base_layer.bias"), r"q_proj.base_layer.bias replaces .*merge_and_unload"
