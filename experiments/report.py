@@ -3,8 +3,8 @@
 
 """A table (Markdown) and a plot of finished runs; runs that differ only in their seed are one row and one curve.
 
-    python -m experiments.report experiments/curves/frozenlake.png runs/frozenlake/*-seed*
-    python -m experiments.report experiments/curves/staleness.png runs/staleness/lag* --metrics policy/clipfrac_avg
+    python -m experiments.report frozenlake.png runs/frozenlake/*-seed*
+    python -m experiments.report staleness.png runs/staleness/lag* --metrics policy/clipfrac_avg
 
 Runs are grouped, and can be named (`NAME=DIR`), as by `python -m marin_rl.view`, which draws all metrics.
 """
@@ -21,8 +21,11 @@ from matplotlib.figure import Figure
 
 from experiments.results.runs import SCORE
 from marin_rl.runs.metrics_file import points
+from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.run_groups import Band, RunGroup, band, group_runs
 
+MARK = b"marin_rl experiments.report"
+"""Text in the header of every figure, which tells figures from other files."""
 LAST = 25
 """Number of final steps over which `--metrics` are averaged."""
 
@@ -62,7 +65,7 @@ def save(panels: Sequence[Axes], picture: Path, **legend: Any) -> None:
     panels[0].legend(fontsize=8, frameon=False, **legend)
     figure = panels[0].get_figure(root=True)
     assert figure is not None
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=110, metadata={"Source": MARK.decode()})
 
 
 def metric_of(group: RunGroup, kind: str) -> str:
@@ -115,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="run directories")
     parser.add_argument("--metrics", nargs="+", default=[], help=f"metrics to average over the last {LAST} steps")
     arguments = parser.parse_args(argv)
+    check_output(arguments.picture, "picture", MARK)
     groups = group_runs(arguments.runs)
     print(table(groups, arguments.metrics))
     draw(groups, arguments.picture)

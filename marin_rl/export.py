@@ -9,20 +9,16 @@ from collections.abc import Sequence
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.learner.config import ExportConfig
-from marin_rl.runs.run_directory import open_with_checkpoint
+from marin_rl.runs.run_directory import check_output, open_with_checkpoint
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.fields import STORAGE_PATH, check_paths
-from marin_rl.utils.storage import file_sizes, storage_path
+from marin_rl.utils.storage import storage_path
 
 FLAGS = {
     "adapter": "Write the adapter of a run with lora alone, in the format of PEFT, instead of the whole model.",
     "merged": "Write the whole model with the adapter merged into it, which is also the default.",
 }
-
-
-class OutputExistsError(UserError):
-    """The output folder exists; an export does not replace files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +28,7 @@ class ExportRunConfig:
     run: str = dataclasses.field(metadata=STORAGE_PATH)
     """Run directory, a path or an address such as `gs://bucket/run`; the export changes no file in it."""
     output: str = dataclasses.field(metadata=STORAGE_PATH)
-    """Folder of the export, a path or an address; it must not exist."""
+    """Folder of the export, a path or an address; it must not exist, or be empty."""
     step: int | None = None
     """Step of the checkpoint; the newest valid checkpoint by default."""
     export: ExportConfig | None = None
@@ -55,7 +51,7 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool =
 
     Raises:
         RunDirectoryError: if the run does not exist, or the output cannot be written.
-        OutputExistsError: if the output exists.
+        OutputExistsError: if the output exists, or is a path that runs write.
         UserError: if both are asked for, or one of them and the run has no adapter.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
     """
@@ -64,8 +60,7 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool =
             "--adapter and --merged exclude each other: write the adapter alone or the whole model; give one"
         )
     output = storage_path(config.output, "output")
-    if file_sizes(output):
-        raise OutputExistsError(f"output {config.output!r} exists and is not replaced; name another folder")
+    check_output(output, "output")
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.training.run_export import export_run

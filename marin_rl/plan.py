@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, check_command_line, parse_run_config, positive, run_command
+from marin_rl.runs.run_directory import check_output
 from marin_rl.utils.output import escape
 from marin_rl.utils.settings.decode import ConfigError
 
 FITS, DOES_NOT_FIT = 0, 2
 """Exit statuses of a plan."""
+MARK = b'{\n  "topology": "'
+"""Start of the file of a plan, which tells it from other files."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +70,10 @@ def _run(argv: Sequence[str]) -> int:
                 f"--{name} is of runs of marin_rl.train, but this config is of marin_rl.{kind}; leave it out"
             )
     # Compilation takes minutes.
-    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
-        raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
+    if arguments.json is not None:
+        if not arguments.json.parent.is_dir():
+            raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
+        check_output(arguments.json, "--json", MARK)
 
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.pods.report import describe, to_json

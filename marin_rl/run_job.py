@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, run_command
+from marin_rl.runs.run_directory import check_output
 from marin_rl.training.job import JOB, Job, JobResult, read_job, run_job, unfinished
 from marin_rl.utils.errors import USER_ERRORS, explain
 from marin_rl.utils.output import escape, go_on_without_output
@@ -65,6 +66,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"the job and the result are the same file, {given.job!r}; give the result another name")
     if result_file.name == JOB:
         raise ConfigError(f"the result {given.result!r} has the name of a record in run directories; rename it")
+    check_output(result_file, "RESULT.json", b'"attempt": "')
     result_file.parent.mkdir(parents=True, exist_ok=True)
     # The result of a former attempt would count as that of this one, if this one is killed.
     result_file.unlink(missing_ok=True)

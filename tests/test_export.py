@@ -43,16 +43,32 @@ def test_step_and_type_are_options(finished_run: TinyRun, tmp_path: Path) -> Non
     [
         (["--step", "7"], "has no checkpoint of step 7; it has [0, 1, 2, 3, 4, 5, 6]"),
         (["--output", "{path}"], "exists and is not replaced; name another folder"),
+        (["--output", "{path}/config.yaml"], "config.yaml', which the run in '{path}' writes itself"),
+        (["--output", "{path}/rollouts/weights"], "which the run in '{path}' writes itself"),
+        (["--output", "{tmp}/file"], "file', which exists and is not replaced"),
+        (["--output", "{tmp}/file/hf"], "but '{tmp}/file' is not a folder"),
+        (["--output", "{tmp}/link"], "link', which is a link"),
         (["--run", "{path}/absent"], "absent"),
         (["--export.dtype", "int8"], "parameter, float32, bfloat16"),
     ],
 )
 def test_bad_arguments(finished_run: TinyRun, tmp_path: Path, capfd: Capture, options: list[str], message: str) -> None:
+    names = {"path": finished_run.path, "tmp": tmp_path}
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("absent")
+    before = contents(finished_run.path), contents(tmp_path)
     given = {"--run": str(finished_run.path), "--output": str(tmp_path / "hf")}
-    given |= {options[0]: options[1].format(path=finished_run.path)}
+    given |= {options[0]: options[1].format(**names)}
     assert main([text for pair in given.items() for text in pair]) == 1
-    assert message in capfd.readouterr().err
-    assert not (tmp_path / "hf").exists()
+    assert message.format(**names) in capfd.readouterr().err
+    assert (contents(finished_run.path), contents(tmp_path)) == before
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_an_empty_folder_takes_the_export(finished_run: TinyRun, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    assert run_export(ExportRunConfig(str(finished_run.path), str(tmp_path / "hf"))) == 6
+    assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
 def test_a_damaged_checkpoint_is_skipped_or_named(finished_run: TinyRun, tmp_path: Path) -> None:

@@ -226,6 +226,24 @@ def test_errors_are_one_line(run, tmp_path, capsys, argv, message):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["run/config.yaml", "run/curves.png", "notes.html", "link.html"])
+def test_a_page_replaces_only_a_page(run, name, tmp_path, capsys):
+    other = str(empty_run(tmp_path / "other"))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "notes.html").write_text("<!DOCTYPE html>")
+    (tmp_path / "link.html").symlink_to("absent")
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for runs in ([run], [run, other]):
+        assert main([*runs, "--html", str(tmp_path / name)]) == 1
+        assert f"--html is '{tmp_path / name}', " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    page = tmp_path / "run" / "page.html"
+    view(capsys, run, "--html", str(page))
+    before = page.read_bytes()
+    view(capsys, run, other, "--html", str(page))
+    assert page.read_bytes() != before
+
+
 def shown_commands():
     page = (Path(__file__).parents[1] / "docs" / "pages" / "viewing.md").read_text(encoding="utf-8")
     return re.findall(r"^python -m marin_rl\.view ([^#\n]*)", page, re.MULTILINE)

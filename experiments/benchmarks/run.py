@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.benchmarks.measurement import say
+from marin_rl.runs.run_directory import check_output
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "benchmark_"
@@ -159,6 +160,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--against {arguments.against} needs the benchmark {END_TO_END}")
     if not arguments.output.absolute().parent.is_dir():
         parser.error(f"--output {arguments.output}: the folder does not exist; create it or choose another one")
+    check_output(arguments.output, "--output", b'{\n  "started": "')
     return arguments, rest
 
 

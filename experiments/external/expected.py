@@ -20,6 +20,7 @@ from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.run_parts import RunParts
+from marin_rl.runs.run_directory import check_output
 from marin_rl.training.earlier_run import load_policy
 from marin_rl.training.evaluation import evaluate
 from marin_rl.utils.settings.yaml_text import from_yaml
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--tasks", type=int, default=200, help="number of held-out tasks")
     arguments = parser.parse_args(argv)
+    check_output(arguments.output, "--output", b'"token_ids": [')
     replies = greedy_replies(arguments.run, arguments.tasks)
     arguments.output.write_text("".join(json.dumps(reply) + "\n" for reply in replies), encoding="utf-8")
     accuracy = sum(reply["correct"] for reply in replies) / len(replies)

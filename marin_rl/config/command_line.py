@@ -31,7 +31,7 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, explain, own_frames, require_threads
+from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, brief, explain, own_frames, require_threads
 from marin_rl.utils.logs import warnings_to_stderr
 from marin_rl.utils.output import OutputError, escape, guarded_output
 from marin_rl.utils.settings.decode import decode
@@ -91,7 +91,7 @@ def run_command(
             print(interrupted, file=sys.stderr)
             return 130
         except USER_ERRORS as error:
-            print(f"error: {escape(explain(error, str(error)))}", file=sys.stderr)
+            print(f"error: {escape(explain(error, brief(str(error))))}", file=sys.stderr)
             return 1
         except (HelpShown, OutputError):
             raise

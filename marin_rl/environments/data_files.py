@@ -6,9 +6,12 @@
 import bz2
 import gzip
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from marin_rl.utils.errors import MAX_NAME, describe
+from marin_rl.utils.storage import check_small
 
 MAX_EXPANSION = 200
 """Maximum factor by which a file may expand; texts compress by less than 20."""
@@ -27,6 +30,8 @@ class DataFileError(ValueError):
 def check_data_files(source: Path) -> None:
     """Check the Parquet and compressed files in a folder, or one such file; reads them once, in small pieces.
 
+    The files that describe a dataset to the package `datasets`, which reads them as a whole, must be small.
+
     Args:
         source: an existing folder, whose subfolders are included, or a file.
 
@@ -36,6 +41,9 @@ def check_data_files(source: Path) -> None:
     # Imported here because it takes time, and most environments have no such files.
     import pyarrow as pa
 
+    for path in (source / "README.md", source / ".huggingface.yaml"):
+        if path.exists():
+            check_small(path)
     for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
         if path.is_file() and path.suffix in (".parquet", *_OPENERS):
             try:
@@ -43,6 +51,33 @@ def check_data_files(source: Path) -> None:
             except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, MemoryError) as error:
                 reason = str(error) or "out of memory"
                 raise DataFileError(f"cannot read {str(path)!r}: {reason}; replace or remove the file") from error
+
+
+def python_rows(tables: Iterable[Any], source: str, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Convert tables or batches of Arrow, whose first row has the number `first`, to Python values.
+
+    Raises:
+        DataFileError: if Python has no such value, such as a date after the year 9999 or text that is not UTF-8; the
+            message names source, row and column.
+    """
+    for table in tables:
+        try:
+            yield from table.to_pylist()
+        except Exception as error:
+            # PyArrow, pandas and packages of time zones raise errors of many types.
+            raise DataFileError(f"{source}, {_bad_value(table, first)}; correct it, or remove the column") from error
+        first += len(table)
+
+
+def _bad_value(table: Any, first: int) -> str:
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        for row, value in enumerate(column, start=first):
+            try:
+                value.as_py()
+            except Exception as error:
+                kind = f"{str(value.type)[:MAX_NAME]} that cannot be read ({describe(error)})"
+                return f"row {row}: column {name[:MAX_NAME]!r} has a value of type {kind}"
+    return f"rows from {first} on have a column that cannot be read"
 
 
 def _check_expansion(path: Path) -> None:

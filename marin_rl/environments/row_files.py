@@ -5,14 +5,16 @@
 
 import codecs
 import gzip
-import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from marin_rl.environments.data_files import check_data_files
+import yaml
+
+from marin_rl.environments.data_files import check_data_files, python_rows
 from marin_rl.environments.row_columns import Row
+from marin_rl.utils.errors import MAX_DESCRIPTION
 from marin_rl.utils.hub import DATASET, LFS_PROBLEM, check_source
 
 if TYPE_CHECKING:
@@ -78,8 +80,7 @@ def read_parquet(path: Path, name: str) -> Iterator[Row]:
     with pq.ParquetFile(path) as file:
         types = file.schema_arrow
         with_json = [column for column in types if "arrow.json" in str(column.type)]
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
-        for index, values in enumerate(rows):
+        for index, values in enumerate(python_rows(file.iter_batches(batch_size=1024), name)):
             parsed = {column.name: parse_json(values[column.name], column.type) for column in with_json}
             yield Row({**values, **parsed}, f"{name}, row {index}", types)
 
@@ -102,10 +103,16 @@ def read_dataset(path: str, key: str, subset: str | None, split: str, revision: 
     Raises:
         ValueError: if the dataset or its split does not exist or cannot be loaded.
     """
-    dataset = _load(path, key, subset, split, revision)
-    types = dataset.features.arrow_schema
-    for index, values in enumerate(dataset):
-        yield Row(cast(Mapping[str, Any], values), f"{describe_dataset(path, split)}, row {index}", types)
+    dataset, name = _load(path, key, subset, split, revision), describe_dataset(path, split)
+    types, rows = dataset.features.arrow_schema, iter(dataset)
+    for index in range(len(dataset)):
+        try:
+            values = next(rows)
+        except Exception:
+            # Of many types. `datasets` decodes several rows at a time.
+            list(python_rows([dataset.with_format("arrow")[index : index + 100]], name, index))
+            raise
+        yield Row(cast(Mapping[str, Any], values), f"{name}, row {index}", types)
 
 
 def _load(path: str, key: str, subset: str | None, split: str, revision: str | None) -> "Dataset":
@@ -113,29 +120,33 @@ def _load(path: str, key: str, subset: str | None, split: str, revision: str | N
 
     folder = Path(path).expanduser()
     name_or_folder = str(folder) if folder.is_dir() else path
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+    is_saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+    if is_saved:
         for name, value in (("subset", subset), ("revision", revision)):
             if value is not None:
                 raise ValueError(
                     f"{name} is {value!r}, but the folder {path!r} was saved with save_to_disk and has none; leave it "
                     "out"
                 )
-        saved = datasets.load_from_disk(name_or_folder)
-        # A Dataset that was saved alone has no splits.
-        splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
-        if split not in splits:
-            choices = ", ".join(repr(name) for name in splits)
-            raise ValueError(f"dataset {path!r} has no split {split!r}; it has {choices}")
-        return splits[split]
-    if check_source(path, key, DATASET) is not None:
+    elif check_source(path, key, DATASET) is not None:
         check_data_files(folder)
     try:
-        return datasets.load_dataset(name_or_folder, subset, split=split, revision=revision)
-    except (ValueError, OSError, MemoryError, datasets.exceptions.DatasetGenerationError) as error:
+        if not is_saved:
+            return datasets.load_dataset(name_or_folder, subset, split=split, revision=revision)
+        saved = datasets.load_from_disk(name_or_folder)
+    except Exception as error:
+        # `datasets` and the packages under it raise errors of many types.
+        problem = " ".join(str(error.__cause__ or error or "out of memory").split())[:MAX_DESCRIPTION]
+        file = "YAML of its README.md or .huggingface.yaml: " if isinstance(error, yaml.YAMLError) else ""
         raise ValueError(
-            f"cannot load dataset {path!r} (subset {subset!r}, split {split!r}, revision {revision!r}): "
-            f"{error.__cause__ or error or 'out of memory'}"
+            f"cannot load dataset {path!r} (subset {subset!r}, split {split!r}, revision {revision!r}): {file}{problem}"
         ) from error
+    # A Dataset that was saved alone has no splits.
+    splits = {"train": saved} if isinstance(saved, datasets.Dataset) else dict(saved)
+    if split not in splits:
+        choices = ", ".join(repr(name) for name in splits)
+        raise ValueError(f"dataset {path!r} has no split {split!r}; it has {choices}")
+    return splits[split]
 
 
 def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:

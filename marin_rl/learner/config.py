@@ -26,17 +26,19 @@ class LoraConfig(ConfigSection):
     """Rank of the product `A B`."""
     alpha: Annotated[float, Gt(0), Lt(10**6)] = 32.0
     """The product is multiplied by `alpha / rank`."""
-    targets: tuple[str, ...] = (
+    targets: tuple[str, ...] | str = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     )
     """Modules to adapt in every layer, by their names in Hugging Face's model: the last part (`q_proj`), or more parts
     (`self_attn.q_proj`). The head (`lm_head`) and the router of a mixture of experts (`gate`) are adapted only if they
-    are named; embeddings and the experts of a mixture cannot be."""
+    are named; embeddings and the experts of a mixture cannot be. `all-linear` names all linear layers but the head."""
     adapter: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
     """Folder of an adapter in PEFT's format to start from; null: A is random and B is 0."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", (self.targets,))
         check_fields(self)
         if not self.targets:
             raise ValueError("lora.targets is empty, so nothing is trained; name modules, such as [q_proj, v_proj]")

@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
 from marin_rl.learner.policy_spec import PolicySpec, only_arrays
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
-from marin_rl.models.hf_config import PolicyModelError, read_hf_config
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config, with_integers
 from marin_rl.models.hf_rope import write_rope
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors, split_experts
 from marin_rl.models.lora import Adapter
@@ -114,7 +114,10 @@ def load_hf_policy(
 
 
 class _Converter(HFCheckpointConverter):
-    """Levanter's converter, for files with fused experts, too."""
+    """Levanter's converter, for files with fused experts and whole numbers such as 256.0, too."""
+
+    def hf_config_from_hf_checkpoint(self, ref: Any = None) -> PretrainedConfig:
+        return read_hf_config(str(self.reference_checkpoint if ref is None else ref))
 
     def load_state_dict(self, ref: Any = None, dtype: Any = None) -> dict[str, Any]:
         return split_experts(HFCheckpointConverter.load_state_dict(self, ref, dtype))
@@ -193,7 +196,8 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path,
     hf_config.update(special_tokens)
     dtype = (weights.dtype or jax.tree.leaves(model)[0].dtype).name
     # Transformers before 4.56 and many servers read the older name of the dtype.
-    settings = {**write_rope(hf_config.to_diff_dict()), "dtype": dtype, "torch_dtype": dtype}
+    settings = with_integers(hf_config.to_diff_dict(), type(hf_config))
+    settings = {**write_rope(settings), "dtype": dtype, "torch_dtype": dtype}
     with _system_errors(folder):
         if multihost.is_main():
             folder.mkdir(parents=True, exist_ok=True)

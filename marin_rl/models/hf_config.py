@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 from marin_rl.models.hf_rope import canonical_scaling, read_rope
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.utils.hub import check_source
-from marin_rl.utils.storage import check_descriptions
+from marin_rl.utils.storage import check_descriptions, read_small
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
         check_descriptions(folder)
     try:
         path = cached_file(checkpoint if folder is None else folder, "config.json")
-        raw = json.loads(Path(cast(str, path)).read_text(encoding="utf-8"))
+        raw = json.loads(read_small(Path(cast(str, path))).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyModelError(
             f"no model in Hugging Face format at {checkpoint!r}: its config.json cannot be read ({first_line(error)}); "
@@ -91,9 +91,18 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     hf_class = CONFIG_MAPPING[values["model_type"]]
     _check_undeclared(values, declared_settings(hf_class) | hf_class.attribute_map.keys(), checkpoint)
     try:
-        return hf_class.from_dict(values)
+        return hf_class.from_dict(with_integers(values, hf_class))
     except (*INVALID_CONFIG, IndexError) as error:
         raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {first_line(error)}") from error
+
+
+def with_integers(values: Mapping[str, Any], hf_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """Convert whole numbers to integers if those of a config class are: transformers 5 refuses 256.0 for 256."""
+    defaults = hf_class().to_dict()
+    return {
+        name: int(value) if type(value) is float and value.is_integer() and type(defaults.get(name)) is int else value
+        for name, value in values.items()
+    }
 
 
 def _check_supported(raw: Mapping[str, Any], checkpoint: str) -> None:

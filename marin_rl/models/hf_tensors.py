@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file
 
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.utils.hub import LFS_PROBLEM, is_lfs_pointer
+from marin_rl.utils.storage import read_small
 
 BASE_PREFIX = "transformer"
 """Prefix of tensor names in GPT-2 checkpoints that were saved with their head; other architectures have none."""
@@ -176,7 +177,7 @@ def _file_names(checkpoint: str) -> list[str]:
     index = cached_file(checkpoint, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is None:
         return ["model.safetensors"]
-    weight_map: Mapping[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    weight_map: Mapping[str, str] = json.loads(read_small(Path(index)).decode())["weight_map"]
     names = sorted(set(weight_map.values()))
     if outside := [name for name in names if Path(name).name != name]:
         raise ValueError(f"model.safetensors.index.json names {outside[0]!r}, which is not a file of the folder")

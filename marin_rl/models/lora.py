@@ -16,7 +16,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.nn import Linear
+from haliax.nn import Linear, MoELinear
 from haliax.util import ensure_tuple
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
@@ -26,6 +26,10 @@ M = TypeVar("M")
 
 RANK = "lora_rank"
 """Name of the axis between A and B."""
+
+
+ALL_LINEAR = "all-linear"
+"""Target that stands for all linear layers but the head, as in PEFT."""
 
 
 class LoraTargetError(ValueError):
@@ -116,13 +120,22 @@ def adapted_modules(model: LmHeadModel, targets: Sequence[str]) -> dict[str, Lin
 
     Args:
         model: the base, or its shapes.
-        targets: each names all modules whose path is equal to it or ends with `.` and the target.
+        targets: each names all modules whose path is equal to it or ends with `.` and the target; `ALL_LINEAR` names
+            all but the head.
 
     Raises:
         LoraTargetError: if a target names no linear layer; the message names those that can be adapted.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear))
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Linear | MoELinear))
     linear = {_path_text(path): node for path, node in leaves if isinstance(node, Linear)}
+    if ALL_LINEAR in targets:
+        targets = [*targets, *(path for path in linear if not is_match(path, "lm_head"))]
+        targets.remove(ALL_LINEAR)
+        if any(isinstance(node, MoELinear) for _, node in leaves):
+            raise LoraTargetError(
+                f"lora.targets: {ALL_LINEAR!r} includes the experts of a mixture, which cannot be adapted; name the "
+                "other layers: [q_proj, k_proj, v_proj, o_proj]"
+            )
     for target in targets:
         if not any(is_match(path, target) for path in linear):
             name, last = LmConfig.get_choice_name(type(model.config)), {path.rpartition(".")[-1] for path in linear}

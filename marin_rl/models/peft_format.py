@@ -29,11 +29,11 @@ from safetensors.numpy import save_file
 
 from marin_rl.models.hf_config import first_line
 from marin_rl.models.hf_tensors import BASE_PREFIX, WEIGHT_TYPES, listing, read_headers, tensor_shapes, to_tensors
-from marin_rl.models.lora import RANK, Adapter, LoraLinear, is_match, with_adapter
+from marin_rl.models.lora import ALL_LINEAR, RANK, Adapter, LoraLinear, init_adapter, is_match, with_adapter
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.remote_path import RemotePath
-from marin_rl.utils.storage import check_descriptions, local_copy, storage_path, user_cache
+from marin_rl.utils.storage import check_descriptions, local_copy, read_small, storage_path, user_cache
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -195,8 +195,13 @@ def check_peft_adapter(source: str, base: LmHeadModel, like: Adapter) -> Path:
         )
     found = _read_shapes(folder)
     expected = {name: tensor.shape for name, tensor in eqx.filter_eval_shape(to_peft_tensors, base, like).items()}
-    modules = adapted = {_module(name) for name in found}
-    if targets is not None:
+    modules = adapted = {_module(name) for name in found} - {""}
+    if targets == [ALL_LINEAR]:
+        every = eqx.filter_eval_shape(
+            lambda: init_adapter(base, rank=1, scale=1.0, targets=[ALL_LINEAR], key=jax.random.PRNGKey(0))
+        )
+        adapted = {_module(name) for name in eqx.filter_eval_shape(to_peft_tensors, base, every)}
+    elif targets is not None:
         of_base = {_hf_module(base, name) for name in tensor_shapes(base)}
         adapted = {module for module in of_base if any(is_match(module, target) for target in targets)}
     problems = {
@@ -213,10 +218,20 @@ def check_peft_adapter(source: str, base: LmHeadModel, like: Adapter) -> Path:
         texts = [f"{problem} {listing(sorted(names))}" for problem, names in problems.items() if names]
         raise AdapterFormatError(
             f"the adapter in {str(folder)!r} does not fit initialize_from and lora.targets: {'; '.join(texts)}; use "
-            f"the model that it was trained for, and lora.targets: [{', '.join(_targets(base, found))}]; leave out "
-            "weights of the model itself with PEFT's save_pretrained(FOLDER, save_embedding_layers=False)"
+            f"the model that it was trained for, and lora.targets: [{', '.join(_targets(base, found))}]"
+            f"{_remedy_of_weights(found)}"
         )
     return folder
+
+
+def _remedy_of_weights(names: Iterable[str]) -> str:
+    """End of a sentence about tensors that replace weights of the base; empty if there are none."""
+    if not (replaced := [name for name in names if not _module(name)]):
+        return ""
+    start = f"; {replaced[0]} replaces a weight of the model itself, so"
+    if all("embed_tokens" in name or "lm_head" in name for name in replaced):
+        return f"{start} leave it out with PEFT's save_pretrained(FOLDER, save_embedding_layers=False)"
+    return f"{start} merge the adapter into its base with PEFT's merge_and_unload, and use that as initialize_from"
 
 
 def _is_targets(value: Any) -> bool:
@@ -247,7 +262,7 @@ def _read_settings(folder: Path) -> tuple[int, float, list[str] | None]:
     name = f"{CONFIG} of the adapter in {str(folder)!r}"
     try:
         check_descriptions(folder)
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        raw = json.loads(read_small(folder / CONFIG).decode())
         if not isinstance(raw, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
@@ -268,7 +283,9 @@ def _read_settings(folder: Path) -> tuple[int, float, list[str] | None]:
     rank, targets = raw["r"], raw["target_modules"]
     # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root.
     scale = raw["lora_alpha"] / (math.sqrt(rank) if raw.get("use_rslora") else rank)
-    return rank, scale, targets if isinstance(targets, list) else None
+    if isinstance(targets, str):
+        targets = [ALL_LINEAR] if targets.lower() == ALL_LINEAR else None
+    return rank, scale, targets
 
 
 def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

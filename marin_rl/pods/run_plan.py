@@ -177,7 +177,7 @@ def make_plan(
         mesh=mesh,
         parameters=parameters,
         adapter=None if config.lora is None else run.spec.num_trained,
-        targets=() if config.lora is None else config.lora.targets,
+        targets=() if config.lora is None else tuple(config.lora.targets),
         layers=run.num_layers,
         rows=rows,
         row_length=run.layout.row_length,

@@ -417,7 +417,7 @@ _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _FRACTION = re.compile(rf"\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)(?: ?(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})/(?P<bottom>{_DECIMAL})|(?P<decimal>{_DECIMAL})"
-    r"(?:[eE](?P<e>[-+]?[0-9]{1,3})|(?:\\times|\\cdot)10\^(?:\{(?P<power>-?[0-9]{1,3})\}|(?P<digit>[0-9])))?)"
+    r"(?:[eE](?P<e>[-+]?[0-9]{1,3})|(?:\\times|\\cdot)10\^(?:\{(?P<power>-?[0-9]{1,3})\}|(?P<digit>[0-9]{1,3})))?)"
 )
 
 
@@ -425,7 +425,7 @@ def number(text: str) -> Fraction | None:
     r"""Return the exact value of a number; None if the text is another expression.
 
     Numbers are `5`, `-0.5`, `3/4`, `\frac{3}{4}`, mixed numbers `2 2/3` with a proper fraction, `1.5e3`,
-    `1.5\times10^3`.
+    `1.5\times10^3`, `1.5\times10^23`.
 
     >>> number("2 2/3"), number("0.05"), number("2 4/3")
     (Fraction(8, 3), Fraction(1, 20), None)

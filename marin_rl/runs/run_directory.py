@@ -17,8 +17,10 @@ profile/        traces of the devices and the host, with `trainer.profiler`
 """
 
 import dataclasses
+import io
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +31,8 @@ from marin_rl.utils.errors import RunDirectoryError, UserError, nearest, writing
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.settings.fields import flatten, is_within
-from marin_rl.utils.settings.yaml_text import parse_yaml
-from marin_rl.utils.storage import StoragePath, storage_path, write_bytes
+from marin_rl.utils.settings.yaml_text import MAX_YAML_BYTES, parse_yaml
+from marin_rl.utils.storage import StoragePath, check_small, read_small, storage_path, write_bytes
 
 EXPORTED_STEP = "training_step.json"
 """File in `hf/` with the step of the weights."""
@@ -38,6 +40,21 @@ EXPORTED_STEP = "training_step.json"
 
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last."""
+
+
+OWN_NAMES = frozenset(
+    [
+        *("config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "hf", "log.txt", "curves.png", "profile"),
+        *("processes", "workers", "job.json", ".lock"),
+    ]
+)
+"""Names in a run directory that runs write."""
+_HEAD_BYTES = 4096
+"""Bytes at the start of a file in which its mark is looked for."""
+
+
+class OutputExistsError(UserError):
+    """A command would overwrite what it did not write; the message names the setting, the path and the reason."""
 
 
 class CheckpointError(UserError):
@@ -163,6 +180,56 @@ def require_config(directory: RunDirectory) -> str | None:
     return text
 
 
+def check_output(path: StoragePath, setting: str, mark: bytes | None = None) -> None:
+    """Check that a command may write a path that the user names: no command overwrites what it did not write.
+
+    Args:
+        path: the file or folder.
+        setting: the setting of the path, such as `--html`.
+        mark: text at the start of every file of this kind that the command writes, so that it may write the file
+            again; None if it writes a folder, which may exist if it is empty.
+
+    Raises:
+        OutputExistsError: if something else is there (also a link, with or without its target), if a folder above is
+            a file, or if runs write the path themselves.
+    """
+    if problem := _output_problem(path, mark):
+        kind = "folder" if mark is None else "file"
+        raise OutputExistsError(f"{setting} is {str(path)!r}, {problem} and is not replaced; name another {kind}")
+
+
+def _output_problem(path: StoragePath, mark: bytes | None) -> str:
+    if isinstance(path, RemotePath):
+        return _problem_of_run(path) or ("which exists" if path.exists() and not _has_mark(path, mark) else "")
+    if path.name in ("", ".."):
+        return "which is no name of its own"
+    if path.is_symlink():
+        return "which is a link"
+    if problem := _problem_of_run(Path(os.path.realpath(path))):
+        return problem
+    if os.path.lexists(path):
+        is_empty = mark is None and path.is_dir() and not any(path.iterdir())
+        return "" if is_empty or _has_mark(path, mark) else "which exists"
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    return "" if above.is_dir() else f"but {str(above)!r} is not a folder"
+
+
+def _has_mark(path: StoragePath, mark: bytes | None) -> bool:
+    if mark is None or not path.is_file():
+        return False
+    with path.open("rb") if isinstance(path, Path) else io.BytesIO(path.read_bytes()) as file:
+        return mark in file.read(_HEAD_BYTES)
+
+
+def _problem_of_run(path: StoragePath) -> str:
+    while path.parent != path:
+        run = RunDirectory(path.parent)
+        if path.name in OWN_NAMES and run.config.is_file() and run.checkpoints.exists():
+            return f"which the run in {str(run.path)!r} writes itself"
+        path = path.parent
+    return ""
+
+
 def comments_of(config_yaml: str) -> str:
     """Return the comments at the top of a config, such as its history, with the empty lines among them."""
     lines = config_yaml.splitlines(keepends=True)
@@ -174,7 +241,7 @@ def exported_step(directory: RunDirectory) -> int | None:
     try:
         if not (directory.hf / "config.json").is_file():
             return None
-        return int(json.loads((directory.hf / EXPORTED_STEP).read_text(encoding="utf-8"))["step"])
+        return int(json.loads(read_small(directory.hf / EXPORTED_STEP))["step"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
 
@@ -269,6 +336,8 @@ def read_config_text(directory: RunDirectory) -> str:
     try:
         if not directory.config.is_file():
             raise OSError("it is not a file")
+        if isinstance(directory.config, Path):
+            check_small(directory.config, MAX_YAML_BYTES)
         return directory.config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error

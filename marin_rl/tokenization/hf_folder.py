@@ -20,6 +20,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config, tok
 from transformers.utils.hub import cached_file
 
 from marin_rl.utils.logs import without_message
+from marin_rl.utils.storage import read_small
 
 
 class TokenizerLoadError(ValueError):
@@ -117,7 +118,7 @@ def _optional_file(source: str, name: str) -> Path | None:
 def _model_config(source: str) -> dict[str, Any]:
     """The content of `config.json`; empty if there is no such file."""
     file = _optional_file(source, "config.json")
-    model = {} if file is None else json.loads(file.read_bytes())
+    model = {} if file is None else json.loads(read_small(file))
     if not isinstance(model, dict):
         raise ValueError("config.json is not a JSON object")
     return model
@@ -199,7 +200,7 @@ def _load_file(source: str, file: Path, config: Mapping[str, Any]) -> PreTrained
 
 
 def _prefix_space_of(file: Path) -> object:
-    pre = json.loads(file.read_bytes()).get("pre_tokenizer")
+    pre = json.loads(read_small(file)).get("pre_tokenizer")
     return pre.get("add_prefix_space") if isinstance(pre, dict) else None
 
 

@@ -19,7 +19,16 @@ from marin_rl.tokenization.config import BYTES, PLAIN, TokenizerConfig
 from marin_rl.tokenization.hf_folder import TokenizerLoadError, read_tokenizer
 from marin_rl.utils.hub import LFS_PROBLEM, check_source, is_lfs_pointer
 from marin_rl.utils.remote_path import RemotePath
-from marin_rl.utils.storage import WEIGHTS, StoragePath, check_descriptions, local_copy, storage_path, user_cache
+from marin_rl.utils.storage import (
+    WEIGHTS,
+    StoragePath,
+    check_descriptions,
+    check_small,
+    local_copy,
+    read_small,
+    storage_path,
+    user_cache,
+)
 
 PAD = "<|pad|>"
 END = "<|end|>"
@@ -188,7 +197,7 @@ def is_byte_tokenizer(folder: StoragePath) -> bool:
     if not all(file.is_file() for file in files):
         return False
     try:
-        saved, built = json.loads(files[0].read_bytes()), json.loads(byte_tokenizer().backend_tokenizer.to_str())
+        saved, built = json.loads(read_small(files[0])), json.loads(byte_tokenizer().backend_tokenizer.to_str())
         same = all(saved[key] == built[key] for key in ("model", "added_tokens", "pre_tokenizer"))
         return same and files[1].read_text(encoding="utf-8") == CHAT_TEMPLATE
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -239,7 +248,8 @@ def _load(source: str, path: str) -> PreTrainedTokenizerBase:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        check_small(path := path.expanduser())
+        return path.read_text(encoding="utf-8")
     except IsADirectoryError as error:
         raise TokenizerLoadError(f"tokenizer.chat_template is {str(path)!r}, a folder; name a Jinja file") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -260,7 +270,7 @@ def _stop_ids(source: str, path: str) -> tuple[int, ...]:
 
 def _read_stop_ids(file: Path, where: str) -> tuple[int, ...]:
     try:
-        config = json.loads(file.read_bytes())
+        config = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerLoadError(f"{where} cannot be read: {_first_line(error)}; repair or delete the file") from error
     if not isinstance(config, dict):

@@ -50,7 +50,7 @@ from marin_rl.training.run_state import Progress
 from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.fields import changeable_keys, flatten, is_within, keys_changeable_by_name
-from marin_rl.utils.settings.yaml_text import parse_value, parse_yaml
+from marin_rl.utils.settings.yaml_text import load_yaml, parse_value, parse_yaml
 
 NOT_SET = "not set"
 
@@ -337,7 +337,7 @@ def refuse_moved_runs(files: Sequence[Path], run_dir: str) -> None:
         # A pipe has been read, and is not the file of a run.
         if file.name != "config.yaml" or not file.is_file() or not (folder / "checkpoints").is_dir():
             continue
-        values: Mapping[str, Any] = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        values: Mapping[str, Any] = load_yaml(file)
         if folder.resolve() != Path(run_dir).resolve() and values.get("run_dir") == run_dir:
             raise RunDirectoryError(
                 f"{str(file)!r} is in the folder of its run, but its run_dir is {run_dir!r}; give --run_dir "

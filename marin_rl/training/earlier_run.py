@@ -54,7 +54,7 @@ from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError
 from marin_rl.utils.levanter_line import max_positions
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, parse_yaml
-from marin_rl.utils.storage import StoragePath, replace_folder, storage_path, upload_folder
+from marin_rl.utils.storage import StoragePath, read_small, replace_folder, storage_path, upload_folder
 
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
@@ -355,7 +355,7 @@ def _stop_texts(folder: Path) -> tuple[str, ...]:
         UserError: if they are not usable texts.
     """
     file = folder / "generation_config.json"
-    value = json.loads(file.read_bytes()).get("stop_strings") if file.exists() else None
+    value = json.loads(read_small(file)).get("stop_strings") if file.exists() else None
     texts = [value] if isinstance(value, str) else value or []
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f"stop_strings in {file} is {value!r}; it must be a list of texts")

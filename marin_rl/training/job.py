@@ -25,7 +25,7 @@ from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import ConfigError
-from marin_rl.utils.storage import StoragePath, path_digest, storage_path, write_bytes
+from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes
 
 JOB = "job.json"
 """File of a run directory with the job of its first attempt, and step and checksum of the export of a complete run."""
@@ -106,7 +106,7 @@ def read_job(file: Path) -> Job:
         ConfigError: if the file cannot be read, or a key is unknown, missing or of the wrong type.
     """
     try:
-        values = json.loads(file.read_bytes(), object_pairs_hook=_with_unique_keys, parse_constant=_refuse_constant)
+        values = json.loads(read_small(file), object_pairs_hook=_with_unique_keys, parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"the job {str(file)!r} cannot be read: {reason}; give a file with a JSON object") from error
@@ -209,7 +209,7 @@ def _recorded_export(job: Job, directory: RunDirectory) -> dict[str, Any] | None
 def _read_record(file: StoragePath) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The identity of the job of former attempts, and step and checksum of the export if one of them has succeeded."""
     try:
-        record = json.loads(file.read_bytes())
+        record = json.loads(read_small(file))
         return dict(record["job"]), record["export"] and {name: record["export"][name] for name in ("step", "sha256")}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RunDirectoryError(

@@ -15,6 +15,7 @@ from marin_rl.learner.hf_export import DeviceWeights, SavedWeights
 from marin_rl.learner.policy_model import save_adapter_folder
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import hf_location
+from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.training.earlier_run import (
     export_folder,
@@ -24,7 +25,7 @@ from marin_rl.training.earlier_run import (
     restore_checkpoint,
 )
 from marin_rl.utils.errors import UserError, writing
-from marin_rl.utils.storage import StoragePath, open_atomically, storage_path
+from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path
 
 _SOURCE = "exported_run.json"
 
@@ -101,17 +102,19 @@ def export_once(run: str, step: int | None, output: Path) -> int:
 
     Raises:
         UserError: if the folder has the policy of another run or of another step.
+        OutputExistsError: if there is no export, and the folder has other files.
         RunDirectoryError: if there is no export, and the run does not exist, or the output cannot be written.
         CheckpointError: if there is no export, and the run has no checkpoint of this step, or no valid checkpoint.
     """
     directory, source = storage_path(run, "run"), output / _SOURCE
     address = str(directory.resolve() if isinstance(directory, Path) else directory)
     if not source.exists():
+        check_output(output, "the folder of the export")
         step = export_run(run, output, step=step)
         with writing(output, "output"), open_atomically(source) as file:
             file.write(json.dumps({"run": address, "step": step}).encode())
         return step
-    found = json.loads(source.read_bytes())
+    found = json.loads(read_small(source))
     if found["run"] != address or step not in (None, found["step"]):
         wanted = address if step is None else f"step {step} of {address}"
         raise UserError(

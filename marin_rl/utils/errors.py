@@ -14,6 +14,7 @@ import itertools
 import linecache
 import logging
 import os
+import re
 import site
 import threading
 import traceback
@@ -161,6 +162,18 @@ def storable(text: str, max_characters: int) -> str:
     """
     cut = text[:max_characters] + ("…" if len(text) > max_characters else "")
     return cut.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+MAX_NAME = 200
+"""Maximum characters of a name in a message."""
+MAX_MESSAGE_LINE = 4000
+"""Maximum characters of a line of a message; a config with many mistakes has a line for each."""
+
+
+def brief(message: str) -> str:
+    """Cut the names in a message, which a file or a client may have made as long as its memory."""
+    lines = re.sub(rf"[^\s'\"]{{{MAX_NAME + 1},}}", lambda name: f"{name[0][:MAX_NAME]}…", message).split("\n")
+    return "\n".join(storable(line, MAX_MESSAGE_LINE) for line in lines)
 
 
 USER_ERRORS = (UserError, ValueError, OSError)

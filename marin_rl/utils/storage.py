@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -410,18 +411,36 @@ MAX_DESCRIPTION_BYTES = 256 * 2**20
 """Maximum size of a file that describes a model or a tokenizer; the largest tokenizers have 40 MB."""
 
 
-def check_descriptions(folder: Path) -> None:
-    """Check that the files of a model's folder that are read as a whole fit into memory.
+def check_small(path: Path, max_bytes: int = MAX_DESCRIPTION_BYTES) -> None:
+    """Check that a file can be read as a whole: a device may have no end, and a pipe no writer.
 
     Raises:
-        ValueError: if one is too large; the message names it.
+        OSError: if it does not exist.
+        ValueError: if it is neither a regular file nor a folder, or too large.
     """
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise ValueError(f"{str(path)!r} is a device, a pipe or a socket; replace it by a file")
+    if status.st_size > max_bytes:
+        raise ValueError(
+            f"{str(path)!r} has {status.st_size / 2**20:,.0f} MiB, more than the {max_bytes // 2**20} MiB that such a "
+            "file may have; use the original file"
+        )
+
+
+def read_small(path: StoragePath, max_bytes: int = MAX_DESCRIPTION_BYTES) -> bytes:
+    """Read a file that describes something, such as a config, as a whole; errors as of `check_small`."""
+    if isinstance(path, Path):
+        check_small(path, max_bytes)
+    return path.read_bytes()
+
+
+def check_descriptions(folder: Path) -> None:
+    """Check that the files of a model's folder that are read as a whole fit into memory; errors as above."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.stat().st_size > MAX_DESCRIPTION_BYTES:
-            raise ValueError(
-                f"{str(path)!r} has {path.stat().st_size / 2**20:,.0f} MiB, more than the "
-                f"{MAX_DESCRIPTION_BYTES // 2**20} MiB that such a file may have; use the original file of the model"
-            )
+        # A dangling link is reported when it is read.
+        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.exists():
+            check_small(path)
 
 
 def remove(path: StoragePath) -> None:

@@ -491,7 +491,7 @@ OTHER_COMMANDS = _by_command(
         "export": {
             "nothing": _line("", "run is missing", "output is missing", lines=2),
             "type": _line("--run run --output x --export.dtype int8", "export.dtype is 'int8'"),
-            "output exists": _line("--run run --output begun", "output 'begun' exists"),
+            "output exists": _line("--run run --output begun", "output is 'begun', which exists"),
         },
         "replay": {
             "nothing": _line("", "give --run DIR and --step N", "--fake SHAPE"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.report import main
+from marin_rl.runs.run_directory import OutputExistsError
 
 
 def write_run(run: Path, seed: int, name: str, start: float) -> str:
@@ -36,10 +37,16 @@ def test_runs_that_differ_in_their_seed_are_a_row(tmp_path: Path, capsys: pytest
         for name in ("rloo", "grpo")
         for seed in (1, 2)
     ]
-    main([str(picture := tmp_path / "plots" / "plot.png"), *runs, "--metrics", "loss", "kl"])
+    argv = [str(picture := tmp_path / "plots" / "plot.png"), *runs, "--metrics", "loss", "kl"]
+    main(argv)
     cells = "0.210, 0.220 → 0.810, 0.820 | 0.310, 0.320 → 0.910, 0.920 | 48, 48 | ,  |"
     assert capsys.readouterr().out.splitlines()[2:] == [f"| {name} (2 seeds) | {cells}" for name in ("rloo", "grpo")]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    main(argv)
+    picture.write_bytes(other := b"\x89PNG of another program")
+    with pytest.raises(OutputExistsError, match=r"plot\.png"):
+        main(argv)
+    assert picture.read_bytes() == other
 
 
 def test_a_run_without_held_out_scores_is_named(tmp_path: Path):

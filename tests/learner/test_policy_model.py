@@ -532,6 +532,28 @@ def test_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, case:
         assert found[name].dtype == array.dtype, name
         np.testing.assert_array_equal(found[name], array, err_msg=name)
     check_same_function(read_hf_config(source), read_hf_architecture(str(tmp_path / "hf")), "the export differs")
+    check_types(tmp_path / "hf")
+
+
+def check_types(export: Path) -> None:
+    """Load a config as transformers does, and compare the types of its numbers with those of the class's defaults."""
+    found, written = AutoConfig.from_pretrained(export), json.loads((export / "config.json").read_text())
+    for name, default in type(found)().to_dict().items():
+        if type(default) in (int, float) and type(written.get(name)) in (int, float):
+            assert type(written[name]) is type(default), name
+            assert getattr(found, name) == written[name]
+
+
+@pytest.mark.parametrize("scalar", [8.0, 8])
+def test_an_integral_setting_is_exported_as_an_integer(trainer, chat, tmp_path, scalar: float) -> None:
+    # An earlier version wrote the number with a decimal point.
+    source = write_checkpoint(tmp_path, "gemma2", query_pre_attn_scalar=scalar)
+    model = load_hf_policy(source, chat, trainer, None)
+    save_hf_policy(model, chat, tmp_path / "hf", trainer)
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (written["query_pre_attn_scalar"], type(written["query_pre_attn_scalar"])) == (8, int)
+    assert (written["attn_logit_softcapping"], type(written["attn_logit_softcapping"])) == (2.0, float)
+    check_types(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("case", ["qwen2_yarn", "gpt2"])

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from levanter.tracker import NoopTracker
 from safetensors.numpy import load_file, save_file
 
 from marin_rl.batching.rl_example import RlExample
+from marin_rl.learner.config import LoraConfig
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.policy_model import load_hf_policy, save_hf_policy
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
-from marin_rl.models.lora import Adapter, init_adapter, merge_adapter, with_adapter
+from marin_rl.models.lora import Adapter, LoraTargetError, init_adapter, merge_adapter, with_adapter
 from marin_rl.models.peft_format import (
     CONFIG,
     WEIGHTS,
@@ -217,6 +219,61 @@ def test_an_adapter_of_peft_computes_the_same(
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("case", ["gpt2", "llama", "qwen3", "gemma2"])
+def test_all_linear_is_that_of_peft(case: str, chat, trainer, tmp_path: Path) -> None:
+    peft, transformers = (
+        pytest.importorskip(name, reason="needs the extra test-torch") for name in ("peft", "transformers")
+    )
+    folder = write_checkpoint(tmp_path / "base", case)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.get_peft_model(
+            model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        ).save_pretrained(tmp_path / "adapter")
+    base = shapes_of(load_hf_policy(folder, chat, trainer, None))
+    expected = {name: list(array.shape) for name, array in load_file(tmp_path / "adapter" / WEIGHTS).items()}
+    like = adapter_shape(base, LoraConfig(targets="all-linear").targets)
+    found = eqx.filter_eval_shape(to_peft_tensors, base, like)
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == expected
+    # PEFT writes the names of the modules; other programs write the word.
+    set_config(target_modules="All-Linear")(tmp_path / "adapter")
+    check_peft_adapter(str(tmp_path / "adapter"), base, like)
+
+
+@pytest.mark.torch
+def test_the_remedy_for_a_replaced_weight_works(chat, trainer, tmp_path: Path) -> None:
+    peft, transformers = (
+        pytest.importorskip(name, reason="needs the extra test-torch") for name in ("peft", "transformers")
+    )
+    folder = write_checkpoint(tmp_path / "base", "llama")
+    base = load_hf_policy(folder, chat, trainer, None)
+    adapter = random_adapter(shapes_of(base), ("q_proj", "v_proj"))
+    (tmp_path / "adapter").mkdir()
+    save_peft_adapter(shapes_of(base), adapter, tmp_path / "adapter", folder)
+    weight = load_file(tmp_path / "base" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    set_tensors(lambda tensors: tensors.update({f"{LAYER}.q_proj.base_layer.weight": weight + 1}))(tmp_path / "adapter")
+    with pytest.raises(AdapterFormatError, match=r"q_proj.base_layer.weight replaces .* PEFT's merge_and_unload"):
+        check_peft_adapter(str(tmp_path / "adapter"), shapes_of(base), shapes_of(adapter))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    merged = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    found = load_hf_policy(str(tmp_path / "merged"), chat, trainer, None)
+    expected = merge_adapter(with_adapter(base, adapter))
+    now, before = (each.transformer.layers.stacked.self_attn.q_proj.weight for each in (found, expected))
+    change = now - before
+    np.testing.assert_allclose(change["layer", 0].array, 1.0, atol=1e-5)
+    np.testing.assert_allclose(change["layer", 1].array, 0.0, atol=1e-5)
+
+
+def test_all_linear_of_a_mixture_is_refused_with_targets_that_work() -> None:
+    base = shapes_of(random_model(FAMILIES["mixtral"]))
+    with pytest.raises(LoraTargetError, match=r"includes the experts .*: \[q_proj, k_proj, v_proj, o_proj\]"):
+        adapter_shape(base, ("all-linear",))
+    assert len(adapter_shape(base, ATTENTION).layers) == 4
+
+
+@pytest.mark.torch
 @pytest.mark.medium
 @pytest.mark.parametrize("case", ["gpt2", "qwen3"])
 def test_transformers_computes_the_same_with_a_merged_export(case: str, chat, trainer, tmp_path: Path) -> None:
@@ -284,8 +341,20 @@ def replace_weights(folder: Path) -> None:
     (folder / WEIGHTS).mkdir()
 
 
+def replace_config(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / CONFIG).unlink()
+        make(folder / CONFIG)
+
+    return replace
+
+
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), r"cannot be read: .*; set lora.adapter to a folder"),
+    "config is endless": (replace_config(lambda file: file.symlink_to("/dev/zero")), r"be read: .*is a device"),
+    "config is a pipe": (replace_config(os.mkfifo), r"cannot be read: .*is a device, a pipe or a socket"),
+    "config is a folder": (replace_config(Path.mkdir), r"cannot be read: .*Is a directory"),
+    "config is a loop": (replace_config(lambda file: file.symlink_to(CONFIG)), r"cannot be read: .*symbolic links"),
     "config is no JSON": (write_config_text("{"), r"adapter_config.json of .* cannot be read: Expecting"),
     "config is no text": (write_config_text(b"\xff\xfe"), r"cannot be read: 'utf-8' codec"),
     "config is empty": (write_config_text(""), r"cannot be read: Expecting value"),
@@ -349,6 +418,21 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "integers": (replace_q(lambda array: array.astype(np.int32)), r"F32, F64: .*q_proj.lora_A.weight \(I32\)"),
     "not a number": (replace_q(lambda array: np.where(array == array.max(), np.nan, array)), rf"not finite in {Q};"),
     "infinity": (replace_q(lambda array: np.where(array == array.max(), -np.inf, array)), rf"not finite in {Q}"),
+    "a weight under an adapted layer": (
+        add_tensor(f"{LAYER}.q_proj.base_layer.weight"),
+        r"lack .*q_proj.base_layer.weight; use .*; base_model.*q_proj.base_layer.weight replaces .*merge_and_unload",
+    ),
+    "a bias under an adapted layer": (
+        add_tensor(f"{LAYER}.q_proj.base_layer.bias"), r"q_proj.base_layer.bias replaces .*merge_and_unload"
+    ),
+    "a tensor of DoRA": (add_tensor(f"{LAYER}.q_proj.lora_magnitude_vector"), r"lack .*q_proj.lora_magnitude_vector;"),
+    "a bias of B": (add_tensor(f"{LAYER}.q_proj.lora_B.bias"), r"lora.targets or the model lack .*q_proj.lora_B.bias;"),
+    "a norm": (add_tensor("base_model.model.model.norm.weight"), r"model.norm.weight replaces .*merge_and_unload"),
+    "excluded modules": (set_config(exclude_modules=["o_proj"]), r'not supported: exclude_modules is \["o_proj"\]'),
+    "parameters": (set_config(target_parameters=["w"]), r'not supported: target_parameters is \["w"\]'),
+    "other changed base": (set_config(init_lora_weights="olora"), r'not supported: init_lora_weights is "olora"'),
+    "quantized base": (set_config(init_lora_weights="loftq"), r'not supported: init_lora_weights is "loftq"'),
+    "all linear layers": (set_config(target_modules="all-linear"), r"differs from the tensors in .*down_proj"),
     "targets lack a module": (set_config(target_modules=["k_proj", "up_proj"]), r"differs from the tensors in model"),
     "targets have one more": (
         set_config(target_modules=["k_proj", "q_proj", "up_proj", "o_proj"]),

@@ -2,19 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from marin_rl.runs.lock import holder, lock
 from marin_rl.runs.run_directory import (
+    OutputExistsError,
     RunDirectory,
+    check_output,
     create_or_open,
     exported_step,
     open_existing,
     write_atomically,
 )
 from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.remote_path import RemotePath
 
 CONFIG = "name: a\nseed: 0\ntrainer:\n  seed: 1\n  tracker: []\n"
 
@@ -140,3 +145,82 @@ def test_a_path_that_is_not_a_run_directory_is_named_with_those_nearby(tmp_path)
             open_existing(tmp_path / wrong)
     with pytest.raises(RunDirectoryError, match=r"it does not exist; give the run_dir of a run"):
         open_existing(tmp_path / "no" / "run")
+
+
+def make_link(target: str) -> Callable[[Path], object]:
+    return lambda path: path.symlink_to(target)
+
+
+def make_run(path: Path) -> None:
+    (path.parent / "checkpoints").mkdir()
+    (path.parent / "config.yaml").write_text("seed: 1\n")
+
+
+def make_link_to_run(path: Path) -> None:
+    (path.parents[1] / "run").mkdir()
+    make_run(path.parents[1] / "run" / "hf")
+    path.parent.symlink_to("run")
+
+
+MARK = b"<!-- page -->"
+TAKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "file": ("out", lambda path: path.write_bytes(b"mine")),
+    "empty file": ("out", lambda path: path.touch()),
+    "file with the mark far below": ("out", lambda path: path.write_bytes(bytes(5000) + MARK)),
+    "folder with a file": ("out", lambda path: (path / "in").mkdir(parents=True)),
+    "dangling link": ("out", make_link("absent")),
+    "link to itself": ("out", make_link("out")),
+    "link to a file with the mark": ("out", make_link("page")),
+    "link to an empty folder": ("out", make_link("empty")),
+    "fifo": ("out", os.mkfifo),
+    "below a file": ("up/out", lambda path: path.parent.touch()),
+    "far below a file": ("up/a/b", lambda path: path.parents[1].touch()),
+    "below a dangling link": ("up/out", lambda path: path.parent.symlink_to("absent")),
+    "below a link to itself": ("up/out", lambda path: path.parent.symlink_to("up")),
+    "folder above": ("a/..", lambda path: path.parent.mkdir()),
+    "curves of a run": ("curves.png", make_run),
+    "config of a run": ("config.yaml", make_run),
+    "export of a run": ("hf", make_run),
+    "rollouts of a run": ("rollouts/export", lambda path: make_run(path.parent)),
+    "checkpoints of a run": ("checkpoints/step-00000009", lambda path: make_run(path.parent)),
+    "link into a run": ("up/hf", make_link_to_run),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", [None, MARK], ids=["folder", "file"])
+@pytest.mark.parametrize("case", TAKEN)
+def test_no_output_replaces_what_the_command_did_not_write(case: str, mark: bytes | None, tmp_path: Path) -> None:
+    name, make = TAKEN[case]
+    make(tmp_path / name)
+    if case.startswith("link to a"):
+        (tmp_path / "page").write_bytes(MARK)
+        (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputExistsError, match=rf"^--out is '{re.escape(str(tmp_path / name))}', .*; name another"):
+        check_output(tmp_path / name, "--out", mark)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_new_names_empty_folders_and_own_files_may_be_written(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "page").write_bytes(MARK + b"old")
+    (tmp_path / "link").symlink_to("empty")
+    for path in ("new", "empty", "new/er/est", "link/new", "weights"):
+        check_output(tmp_path / path, "--out")
+    for path in ("new", "page", "link/new", "page.html"):
+        check_output(tmp_path / path, "--out", MARK)
+    for path, mark in (("empty", MARK), ("page", None)):
+        with pytest.raises(OutputExistsError):
+            check_output(tmp_path / path, "--out", mark)
+
+
+def test_objects_of_a_store_are_not_replaced() -> None:
+    root = RemotePath("memory://outputs")
+    for name, data in (("page", MARK), ("mine", b"mine"), ("run/config.yaml", b""), ("run/checkpoints/a", b"")):
+        (root / name).write_bytes(data)
+    for path, mark in (("new", None), ("new", MARK), ("page", MARK), ("run/weights", None)):
+        check_output(root / path, "--out", mark)
+    for path, mark in (("page", None), ("mine", MARK), ("run", None), ("run/hf", None), ("run/rollouts/x", MARK)):
+        with pytest.raises(OutputExistsError, match=path):
+            check_output(root / path, "--out", mark)

@@ -13,7 +13,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 import marin_rl
-from marin_rl.utils.errors import MAX_FRAMES, USER_ERRORS, Closing, explain
+from marin_rl.utils.errors import MAX_FRAMES, USER_ERRORS, Closing, brief, explain
 from marin_rl.utils.user_code import UserFileError, load_from_file
 
 INTERNAL = {
@@ -197,3 +197,18 @@ def test_an_interrupt_while_closing_propagates():
 
     with pytest.raises(KeyboardInterrupt), Closing(interrupt):
         raise ValueError("at work")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a " * 500, "a " * 500),
+        ("x" * 200, "x" * 200),
+        (f"the key '{'k' * 10**6}' is unknown; remove it", f"the key '{'k' * 200}…' is unknown; remove it"),
+        ("k " * 10**6, "k " * 2000 + "…"),
+        ("one\ntwo\n", "one\ntwo\n"),
+        (f"{'k ' * 3000}\nb", "k " * 2000 + "…\nb"),
+    ],
+)
+def test_names_and_lines_of_messages_are_cut(text: str, expected: str):
+    assert brief(text) == expected

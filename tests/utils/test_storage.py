@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from marin_rl.utils.storage import (
     file_sizes,
     local_copy,
     open_atomically,
+    read_small,
     remove,
     replace_folder,
     storage_path,
@@ -376,3 +378,22 @@ def test_text_that_is_no_path_is_refused_by_key(text: str, message: str) -> None
     for check in (storage_path, local_path) if "://" not in text else (storage_path,):
         with pytest.raises(ValueError, match=re.escape(message)):
             check(text, "run_dir")
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "socket", "folder", "large", "loop", "absent"])
+def test_only_small_regular_files_are_read_as_a_whole(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        path.write_bytes(bytes(9))
+    elif kind != "absent":
+        path.symlink_to({"device": "/dev/zero", "loop": "a.json", "socket": tmp_path / "s"}[kind])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        with pytest.raises((OSError, ValueError), match=r"a\.json"):
+            read_small(path, 8)
+    (tmp_path / "b.json").write_bytes(bytes(8))
+    assert read_small(tmp_path / "b.json", 8) == bytes(8)

@@ -20,6 +20,7 @@ from typing import Any
 
 from marin_rl.runs.metrics_file import plots_of, read_records
 from marin_rl.runs.rollout_store import StoredFile, read_file
+from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.viewer.selection import Selection, StoredRollouts, group_key, logprob_differences, unequal_groups
 from marin_rl.runs.viewer.summary import Row, info_text, shorten_prompts, summarize
 from marin_rl.utils.errors import writing
@@ -28,6 +29,8 @@ from marin_rl.utils.storage import write_bytes
 
 SCRIPTS = ("charts.js", "rollouts.js", "side_by_side.js", "page.js")
 """Parts of the script of a page, in order."""
+MARK = b'<meta name="generator" content="marin_rl.view">'
+"""Line at the start of every page, which tells pages from other files."""
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
@@ -36,11 +39,13 @@ def write_page(data: Mapping[str, Any], target: Path) -> None:
 
     Args:
         data: content of the page, from `page_data` or `comparison.comparison_data`.
-        target: output file, replaced atomically.
+        target: output file; an earlier page is replaced atomically.
 
     Raises:
+        OutputExistsError: if the file exists and is not a page.
         RunDirectoryError: if the file cannot be written.
     """
+    check_output(target, "--html", MARK)
     with writing(target, "--html"):
         write_bytes(target, render(data).encode())
 

@@ -3,6 +3,7 @@
 
 """Read and write configs as YAML; errors name file, line and remedy."""
 
+import itertools
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -19,6 +20,11 @@ ConfigT = TypeVar("ConfigT")
 
 YAML_SUFFIXES = frozenset({".yaml", ".yml"})
 """Suffixes of YAML files."""
+
+MAX_YAML_BYTES = 16 * 2**20
+"""Maximum size of a YAML file."""
+MAX_VALUES = 100_000
+"""Maximum number of values of a YAML text; an alias counts as all values that it stands for."""
 
 
 def to_yaml(config: Any) -> str:
@@ -57,8 +63,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
     """
     name = f"config file {str(path)!r}"
     try:
+        # Also from a pipe, and never all of a device without an end.
+        with path.open("rb") as file:
+            data = file.read(MAX_YAML_BYTES + 1)
         # -sig: editors on Windows may write a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist; {nearest_file(path, YAML_SUFFIXES)}") from error
     except IsADirectoryError as error:
@@ -68,6 +77,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         problem = f"byte {error.object[error.start]:#04x} at position {error.start}"
         raise ConfigError(f"{name} is not UTF-8 text: {problem}; save it as UTF-8") from error
+    if len(data) > MAX_YAML_BYTES:
+        raise ConfigError(f"{name} has more than {MAX_YAML_BYTES // 2**20} MiB; give a file of keys and values")
     value = parse_yaml(text, str(path))
     if not value:
         raise ConfigError(f"{name} is empty; write keys and values into it, or omit it")
@@ -127,6 +138,7 @@ _REMEDIES = {
     "found unexpected end of stream": "close the quote",
     "found undefined alias": "quote text that begins with *",
     "could not determine a constructor": "remove the tag",
+    "that aliases stand": "write fewer values, without aliases",
     "found another document": "put the second document after --- into a file of its own, with a --config of its own",
 }
 """Remedies by a part of YAML's message."""
@@ -149,11 +161,30 @@ def parse_value(text: str) -> Any:
     Raises:
         yaml.YAMLError: if the text is not valid YAML.
     """
+    loader = _Loader(text)
     try:
-        return yaml.load(text, _Loader)
+        node = loader.get_single_node()
+        # Before aliases and merged keys are expanded, to 2^n values in n lines.
+        if node is not None and _count(node, {}) > MAX_VALUES:
+            problem = f"it has more than {MAX_VALUES:,} values, with those that aliases stand for"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        return None if node is None else loader.construct_document(node)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         # Of a value that does not fit its tag, a number with thousands of digits, or deep nesting.
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Count the values of a node, with those of its aliases; more than `MAX_VALUES` if it contains itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in counts:
+        counts[id(node)] = MAX_VALUES + 1
+        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        counts[id(node)] = 1 + sum(_count(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from levanter.tracker.json_logger import JsonLoggerConfig
 from levanter.tracker.tracker import NoopConfig
 
 from marin_rl.config.train_config import TrainerConfig
+from marin_rl.utils.settings import yaml_text
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, load_yaml, parse_value, parse_yaml, to_yaml
 
@@ -102,3 +104,37 @@ def test_resolved_config_round_trips_with_levanters_sections():
 def test_invalid_resolved_config_names_its_file():
     with pytest.raises(ConfigError, match=r"runs/a/config\.yaml: unknown key nmae"):
         from_yaml(RunConfig, "name: a\nnmae: b\n", "runs/a/config.yaml")
+
+
+DOUBLED = {
+    "list": "[*l{0}, *l{0}]",
+    "mapping": "{{a: *l{0}, b: *l{0}}}",
+    "merge": "{{<<: [*l{0}, *l{0}]}}",
+    "merge and key": "{{<<: *l{0}, x{0}: *l{0}}}",
+    "list in a mapping": "{{a: [*l{0}], b: [*l{0}]}}",
+}
+
+
+@pytest.mark.parametrize("kind", DOUBLED)
+def test_aliases_that_stand_for_too_many_values_are_refused(kind: str):
+    def text(lines: int) -> str:
+        first = "l0: &l0 [1]\n" if kind == "list" else "l0: &l0 {a: 1}\n"
+        return first + "".join(f"l{i}: &l{i} {DOUBLED[kind].format(i - 1)}\n" for i in range(1, lines))
+
+    assert len(parse_yaml(text(8), "a.yaml")) == 8
+    with pytest.raises(
+        ConfigError, match=r"a\.yaml:1:1: .*more than 100,000 values, with those that aliases stand for"
+    ):
+        parse_yaml(text(60), "a.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: *a}", "&a {b: *a}", "a: &a {<<: *a, b: 1}"])
+def test_an_alias_of_itself_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"a\.yaml:1:"):
+        parse_yaml(text, "a.yaml")
+
+
+def test_a_device_without_an_end_is_no_config(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(yaml_text, "MAX_YAML_BYTES", 1000)
+    with pytest.raises(ConfigError, match=r"'/dev/zero' has more than"):
+        load_yaml(Path("/dev/zero"))
