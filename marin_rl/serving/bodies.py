@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from marin_rl.utils.errors import storable
@@ -22,6 +22,8 @@ MAX_VALUES = 2**17
 """Maximum number of texts, keys, lists and objects in a body. Numbers are cheap, and a list of prompts has many."""
 MAX_BODY_BYTES = 4 * 2**20
 """Default maximum size of a body."""
+CLIENT_LEFT = 499
+"""Status of requests whose clients disconnected, as nginx counts them."""
 _MAX_MESSAGE = 1000
 """Maximum characters of an error message, which may quote the request."""
 _HEADERS = {
@@ -71,6 +73,10 @@ async def error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(message, status=error.status_code).response(error.headers)
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads the response, whose status is counted.
+        logger.warning("%s %s: the client disconnected before the end of its request", request.method, request.url.path)
+        return Response(status_code=CLIENT_LEFT)
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return ApiError("internal error; see the server's log", status=HTTPStatus.INTERNAL_SERVER_ERROR).response()
 

@@ -7,18 +7,22 @@ import datetime
 import io
 import json
 import random
+import socket
 import tarfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
+import pydantic
 import pytest
 
+from marin_rl.serving.bodies import ApiError
+from marin_rl.tinker_api import requests, trainer_thread
 from marin_rl.tinker_api import service as service_module
-from marin_rl.tinker_api import trainer_thread
 from marin_rl.tinker_api.checkpoints import ServedModel
 from marin_rl.tinker_api.journal import Journal
 from marin_rl.tinker_api.messages import message_class
@@ -157,6 +161,44 @@ def test_statuses(shared: tuple[Wire, str], path: str, content: bytes, status: i
     response = shared[0].send("POST", path, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body_class", "name", "value"),
+    [
+        (requests.SampleBody, "prompt", {"chunks": [1] * 10_000}),
+        (requests.SampleBody, "prompt", {"chunks": [{"tokens": [-1] * 10_000}]}),
+        (requests.SampleBody, "prompt", {"chunks": [{"tokens": ["a"] * 10_000}]}),
+        (requests.SampleBody, "sampling_params", {"stop": [None] * 10_000}),
+        (requests.SampleBody, "sampling_params", {"stop": [1] * 10_000}),
+        (requests.SampleBody, "sampling_params", {"stop": ["a"] * 10_000}),
+        (requests.CreateSession, "tags", [1] * 10_000),
+    ],
+)
+def test_long_lists_have_few_errors(body_class: type[requests.Body], name: str, value: object) -> None:
+    valid = {"sampling_session_id": "a", "seq_id": 1, "prompt": {"chunks": []}}
+    with pytest.raises(ApiError, match=name) as refused:
+        requests.parse_body(body_class, {**valid, name: value})
+    assert isinstance(refused.value.__cause__, pydantic.ValidationError)
+    assert refused.value.__cause__.error_count() <= 3
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("create_session", "json"), ("asample", "json"), ("telemetry", "json"), ("forward_backward", "x-protobuf")],
+)
+def test_a_client_that_leaves_within_a_body_is_one_line_of_log(
+    shared: tuple[Wire, str], path: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = shared[0]
+    address = urllib.parse.urlsplit(client.url)
+    head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/{kind}\r\n"
+    with socket.create_connection((address.hostname, address.port)) as leaving:
+        leaving.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+    counted = f'marin_rl_requests_total{{path="/api/v1/{path}",status="499"}} 1.0'
+    until(lambda: counted in httpx.get(f"http://{address.netloc}/metrics").text)
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+    assert f"/api/v1/{path}" in caplog.text
 
 
 def test_compressed_and_large_bodies(shared: tuple[Wire, str]) -> None:
