@@ -91,7 +91,7 @@ def limited_app(
         count: called at the end of a request with its path, status and seconds. The status is 499 if the client
             disconnected before the end of its response, also of a stream.
     """
-    handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), error_response)
+    handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, OSError, Exception), error_response)
     app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def admitted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 
 """JSON bodies: requests, with limits that are checked before they are parsed, and errors in OpenAI's format."""
 
+import errno
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -66,10 +67,20 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, {**_HEADERS.get(self.status, {}), **(headers or {})})
 
 
+def full_disk(error: BaseException) -> str | None:
+    """Return the message of an error that a full disk caused; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"cannot write {str(error.filename)!r}: the disk is full; free some space there, and repeat the request"
+
+
 async def error_response(request: Request, error: Exception) -> Response:
     """Return the response to an error of an endpoint."""
     if isinstance(error, ApiError):
         return error.response()
+    if message := full_disk(error):
+        logger.error("%s %s: %s", request.method, request.url.path, message)
+        return ApiError(message, status=HTTPStatus.INSUFFICIENT_STORAGE).response()
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(message, status=error.status_code).response(error.headers)

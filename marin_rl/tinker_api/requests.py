@@ -122,10 +122,12 @@ class OptimStep(OperationBody):
     optimizer_params: Optimizer | None = None
 
     def params(self) -> AdamParams:
-        """Return the step's settings."""
+        """Return the step's settings. Raise `RequestError` if one is not supported or out of range."""
         if self.optimizer_params is not None:
             raise RequestError(f"the optimizer {self.optimizer_params.type!r:.100} is not supported; send adam_params")
-        return AdamParams(**(self.adam_params or Adam()).model_dump())
+        params = AdamParams(**(self.adam_params or Adam()).model_dump())
+        params.in_float32()
+        return params
 
 
 class SaveWeights(OperationBody):

@@ -559,6 +559,26 @@ def test_a_failed_operation_changes_nothing_after_a_restart(tmp_path: Path) -> N
         assert wire.step(model, 3)["weight"] == 0.9 * 9 + 0.5 * gradient(fake_loss([[5]]))
 
 
+@pytest.mark.parametrize("state_seconds", [0.0, 60.0])
+def test_a_dropped_sum_stays_dropped_after_a_restart(
+    tmp_path: Path, state_seconds: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path, limits=Limits(state=state_seconds)) as (url, _):
+        wire = Wire(url)
+        model = wire.begin()
+        assert wire.step(model, 1)["weight"] == 0.9 * 9
+        assert capfd.readouterr().out.count(f"{model}:1: optim_step, weight 8.1,") == 1
+        wire.result(wire.forward_backward(model, 2, [[10**6]]).json()["request_id"])
+        refused = wire.result(wire.operate("optim_step", model, 3, adam_params={}))
+        assert refused["category"] == "user"
+        wire.result(wire.forward_backward(model, 4, [[5]]).json()["request_id"])
+        assert capfd.readouterr().out == ""
+    with serving(tmp_path) as (url, _):
+        wire = Wire(url)
+        assert wire.result(f"{model}:3") == refused
+        assert wire.step(model, 5)["weight"] == 0.9 * (0.9 * 9) + 0.5 * gradient(fake_loss([[5]]))
+
+
 class Unreadable(FakeTrainer):
     """Cannot read the weights of checkpoints, which it notices before it takes a request."""
 
@@ -651,6 +671,56 @@ def test_a_full_disk_ends_neither_training_nor_sampling(tmp_path: Path, monkeypa
         assert wire.step(wire.model(session, 2, rank=4), 1)["weight"] == 0.9 * 5
     with serving(tmp_path) as (url, _):
         assert Wire(url).step(f"{session}:train:2", 2)["weight"] == 0.9 * (0.9 * 5)
+
+
+def test_a_full_disk_is_one_sentence_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = FakeTrainer()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/some/file")
+
+    with serving(tmp_path, trainer) as (url, service):
+        wire = Wire(url)
+        session = wire.session()
+        model = wire.model(session)
+        step, sampler = {"model_id": model, "seq_id": 1}, {"sampling_session_seq_id": 9, "base_model": "base"}
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "append", full)
+            requests = [
+                ("create_session", {}),
+                ("create_sampling_session", {"session_id": session, **sampler}),
+                ("forward_backward", body(model, 1, [[5]])),
+                ("optim_step", step),
+                ("optim_step", {**step, "adam_params": {"beta1": 9}}),
+                ("save_weights", {**step, "path": "a"}),
+                ("unload_model", {"model_id": model}),
+                (f"sessions/{session}/finish", {}),
+            ]
+            for path, content in requests:
+                response = wire.ask(path, content)
+                assert response.status_code == 507, path
+                assert "'/some/file'" in response.json()["error"]["message"]
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, "save", full)
+            patched.setattr(trainer, "save_sampler", full)
+            patched.setattr(service.checkpoints, "write_run", full)
+            for seq, (kind, names) in enumerate(
+                [
+                    ("save_weights", {"path": "a"}),
+                    ("save_weights_for_sampler", {"path": "a"}),
+                    ("save_weights_for_sampler", {"sampling_session_seq_id": 1}),
+                ],
+                start=1,
+            ):
+                failed = wire.result(wire.operate(kind, model, seq, **names))
+                assert failed["category"] == "server"
+                assert "'/some/file'" in failed["error"]
+        # Everything can be sent again.
+        assert wire.step(model, 4)["weight"] == 0.9 * 9
+        assert len([record for record in caplog.records if "'/some/file'" in record.getMessage()]) == len(requests) + 3
+        assert not any(record.exc_info for record in caplog.records)
 
 
 def test_results_that_were_read_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
