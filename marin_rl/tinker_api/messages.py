@@ -6,7 +6,6 @@
 Arrays are little-endian bytes inside of the messages.
 """
 
-import contextlib
 import itertools
 import math
 import re
@@ -159,9 +158,10 @@ def parse_forward_backward(data: bytes) -> Any:
         RequestError: if the bytes are not such a message, or it has too many parts.
     """
     if len(data) > MAX_PARTS:
-        # The parser says what a body is that ends within a number.
-        with contextlib.suppress(IndexError):
+        try:
             _check_parts(data)
+        except IndexError as error:
+            raise RequestError("the body is not a protobuf ForwardBackwardRequest: it ends within a number") from error
     message = message_class("ForwardBackwardRequest")()
     try:
         message.ParseFromString(data)

@@ -194,6 +194,7 @@ BOMBS = {
     "unknown numbers in a chunk": HEAD + field(3, field(1, b"\x78\x01" * MANY)),
     "unknown fixed numbers": HEAD + (b"\x79" + b"\0" * 8 + b"\x7d" + b"\0" * 4) * MANY,
     "groups": HEAD + b"\x7b\x7c" * MANY,
+    "chunks before an end within a number": HEAD + field(3, field(1, b"") * MANY) + field(3, b"\xff"),
     "nested groups": HEAD + b"\x7b" * MANY,
 }
 
