@@ -1,6 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import importlib
 import json
 import os
 import re
@@ -45,6 +46,87 @@ def test_mistakes_are_named(argv: list[str], message: str, capfd: Capture, monke
     error = capfd.readouterr().err.removeprefix("loading the weights of missing\n")
     assert error.startswith("error: ")
     assert message in error
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with an export, and what else a user may have, in the working directory."""
+    for folder in ("run/checkpoints/step-00000002", "run/hf", "run/rollouts", "model", "adapter", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("run/config.yaml", "run/metrics.jsonl", "run/hf/config.json", "model/config.json", "file"):
+        (tmp_path / name).touch()
+    (tmp_path / "adapter/adapter_config.json").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "link").symlink_to("model")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("run", "give it as --run"),
+        ("run/checkpoints/step-00000002", "give --run 'run' --step 2"),
+        ("run/checkpoints", "give --run 'run'"),
+        ("run/rollouts", "give --run 'run'"),
+        ("run/config.yaml", "give --run 'run'"),
+        ("adapter", "an adapter"),
+        ("empty", "has no config.json"),
+        ("file", "is not a folder"),
+        ("Qwen/Qwen3-0.6B", "is not a folder"),
+        ("dangling", "'nowhere', which does not exist"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "tinker", "chat"])
+@pytest.mark.usefixtures("paths")
+def test_what_is_no_model_is_named_with_the_option_that_takes_it(
+    command: str, given: str, message: str, capfd: Capture
+):
+    port = [] if command == "chat" else ["--port", "0"]
+    assert importlib.import_module(f"marin_rl.{command}").main(["--model", given, *port]) == 1
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: --model is {given!r}, ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("model", "give it as --model"),
+        ("link", "give it as --model"),
+        ("run/hf", "give --run 'run'"),
+        ("run/checkpoints/step-00000002", "give --run 'run' --step 2"),
+        ("run/config.yaml", "give --run 'run'"),
+        ("adapter", "an adapter"),
+        ("empty", "it has no config.yaml"),
+        ("file", "it has no config.yaml"),
+        ("Qwen/Qwen3-0.6B", "it does not exist"),
+        ("dangling", "'nowhere', which does not exist"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "first", "last"),
+    [
+        ("serve", ["--run"], ["--port", "0"]),
+        ("tinker", ["--run"], ["--port", "0"]),
+        ("chat", ["--run"], []),
+        ("evaluate", ["--run"], []),
+        ("export", ["--run"], ["--output", "new"]),
+        ("replay", ["--run"], ["--step", "1"]),
+        ("view", [], []),
+    ],
+)
+@pytest.mark.usefixtures("paths")
+def test_what_is_no_run_is_named_with_the_option_that_takes_it(
+    command: str, first: list[str], last: list[str], given: str, message: str, capfd: Capture
+):
+    assert importlib.import_module(f"marin_rl.{command}").main([*first, given, *last]) == 1
+    error = capfd.readouterr().err.removeprefix(f"loading the weights of {given}\n")
+    if command == "view" and Path(given).is_file():
+        # It also takes a file of rollouts.
+        message = "neither a run directory nor a file of rollouts"
+    assert error.startswith(f"error: {given!r} is ")
+    assert message in error
+    assert not Path("new").exists()
 
 
 def test_an_address_in_use_is_named(capfd: Capture):

@@ -8,7 +8,8 @@
 
 Weights and prompts are random, which does not affect the time per token. The clients are in a process of their own, and
 send their next request when a response is complete. The server is compared with the bare sampler with all requests in
-its queue, and with the same number of clients in the sampler's process, without HTTP and without text.
+its queue, and with the same number of clients in the sampler's process, without HTTP and without text. An empty request
+on a kept-alive connection is compared with the same request to a plain uvicorn.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ from typing import Any
 
 import jax
 import numpy as np
+import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from experiments.benchmarks.measurement import (
     benchmark_parser,
@@ -46,6 +49,9 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import exempt_from_collection, start_devices
 
 PROMPT_TOKENS = 32
+EMPTY_REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+EMPTY_REQUESTS = 100
+"""Empty requests of a round."""
 
 
 def make_requests(count: int, new_tokens: int, vocab_size: int) -> list[SampleRequest]:
@@ -153,6 +159,43 @@ def running_server(engine: Engine, tokenizer: ChatTokenizer, limits: RequestLimi
     finally:
         server.stop()
         thread.join()
+
+
+async def plain_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer any request with a short JSON object."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"15")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
+
+
+@contextlib.contextmanager
+def running_uvicorn() -> Iterator[int]:
+    """Serve `plain_app` with uvicorn, on the same event loop and parser as `HttpServer`, until the end of the block."""
+    server = uvicorn.Server(
+        uvicorn.Config(plain_app, port=0, loop="asyncio", http="h11", lifespan="off", log_config=None, access_log=False)
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def measure_empty_requests(port: int, rounds: int) -> dict[str, Any]:
+    """Compare the latency of an empty request to the server with that of a plain uvicorn, median by median."""
+    with running_uvicorn() as plain:
+        ports = {"server": port, "uvicorn": plain}
+        medians: dict[str, list[float]] = {kind: [] for kind in ports}
+        for _ in range(rounds):
+            for kind, to in ports.items():
+                seconds = asyncio.run(ask_all(to, [EMPTY_REQUEST] * EMPTY_REQUESTS, 1))
+                medians[kind].append(float(np.median(seconds)))
+    milliseconds = {f"{kind}_ms": spread([1000 * one for one in values]) for kind, values in medians.items()}
+    return {**milliseconds, "server_over_uvicorn": ratios(medians["server"], medians["uvicorn"])}
 
 
 @contextlib.contextmanager
@@ -295,7 +338,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         measured = measure(kinds, arguments.rounds)
         send.close()
+        empty = measure_empty_requests(port, arguments.rounds)
     figures = {kind: figures_of(rounds, measured, count, tokens) for kind, rounds in measured.items()}
+    figures["empty_request"] = empty
     print(make_report("benchmark_serving", argv, vars(arguments), {"tokens_per_round": tokens, **figures}))
 
 

@@ -317,8 +317,27 @@ def require_checkpoint(run: str, folder: StoragePath, step: int | None) -> None:
         )
 
 
+def mistaken_for(path: StoragePath) -> str | None:
+    """Say what a path is that is no run directory or no model, with the option that takes it; None if unknown."""
+    for run in map(RunDirectory, (path, path.parent, path.parent.parent)):
+        if run.config.is_file() and run.has_results:
+            if run.path == path:
+                return "it is a run directory; give it as --run"
+            step = "" if step_of(path) is None else f" --step {step_of(path)}"
+            return f"it is a part of a run; give --run {str(run.path)!r}{step}"
+    if (path / "adapter_config.json").is_file():
+        return "it is an adapter, not a whole model; give its run as --run, or export that without --adapter"
+    if (path / "config.json").is_file():
+        return "it is a model in Hugging Face format; give it as --model, which serve, tinker and chat have"
+    if isinstance(path, Path) and path.is_symlink() and not path.exists():
+        return f"it is a link to {str(path.readlink())!r}, which does not exist"
+    return None
+
+
 def _reason(path: StoragePath) -> str:
     """Explain why a path is not a run directory, with the run directories that may be meant."""
+    if (mistake := mistaken_for(path)) is not None:
+        return mistake
     reason, remedy = "it has no config.yaml" if path.exists() else "it does not exist", "give the run_dir of a run"
     if isinstance(path, Path):
         folder = path if path.is_dir() else path.parent

@@ -15,11 +15,11 @@ from typing import Literal
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from marin_rl.serving.bodies import ApiError, error_response
+from marin_rl.serving.bodies import CLIENT_LEFT, ApiError, error_response
 from marin_rl.utils.settings.fields import is_loopback
 
 Resource = Literal["requests", "sequences", "bytes of requests"]
@@ -91,11 +91,11 @@ def limited_app(
         count: called at the end of a request with its path, status and seconds. The status is 499 if the client
             disconnected before the end of its response, also of a stream.
     """
-    handlers = dict.fromkeys((ApiError, HTTPException, Exception), error_response)
+    handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, OSError, Exception), error_response)
     app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-        status, is_whole, start = 499, False, time.monotonic()
+        status, is_whole, start = CLIENT_LEFT, False, time.monotonic()
 
         async def watched(message: Message) -> None:
             nonlocal status, is_whole
@@ -117,7 +117,7 @@ def limited_app(
             status, is_whole = 500, True
             raise
         finally:
-            count(scope["path"], status if is_whole else 499, time.monotonic() - start)
+            count(scope["path"], status if is_whole else CLIENT_LEFT, time.monotonic() - start)
 
     return admitted
 
@@ -144,6 +144,7 @@ async def read_body(request: Request, content_type: str, limit: int, seconds: fl
 
     Raises:
         ApiError: if its type is another one, or it is compressed, too large or late.
+        ClientDisconnect: if the client left before its end.
     """
     # Browsers send such types to another origin only after a preflight, which this server refuses.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != content_type:

@@ -3,6 +3,7 @@
 
 """JSON bodies: requests, with limits that are checked before they are parsed, and errors in OpenAI's format."""
 
+import errno
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from marin_rl.utils.errors import storable
@@ -22,6 +23,8 @@ MAX_VALUES = 2**17
 """Maximum number of texts, keys, lists and objects in a body. Numbers are cheap, and a list of prompts has many."""
 MAX_BODY_BYTES = 4 * 2**20
 """Default maximum size of a body."""
+CLIENT_LEFT = 499
+"""Status of requests whose clients disconnected, as nginx counts them."""
 _MAX_MESSAGE = 1000
 """Maximum characters of an error message, which may quote the request."""
 _HEADERS = {
@@ -64,13 +67,27 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, {**_HEADERS.get(self.status, {}), **(headers or {})})
 
 
+def full_disk(error: BaseException) -> str | None:
+    """Return the message of an error that a full disk caused; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"cannot write {str(error.filename)!r}: the disk is full; free some space there, and repeat the request"
+
+
 async def error_response(request: Request, error: Exception) -> Response:
     """Return the response to an error of an endpoint."""
     if isinstance(error, ApiError):
         return error.response()
+    if message := full_disk(error):
+        logger.error("%s %s: %s", request.method, request.url.path, message)
+        return ApiError(message, status=HTTPStatus.INSUFFICIENT_STORAGE).response()
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(message, status=error.status_code).response(error.headers)
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads the response, whose status is counted.
+        logger.warning("%s %s: the client disconnected before the end of its request", request.method, request.url.path)
+        return Response(status_code=CLIENT_LEFT)
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return ApiError("internal error; see the server's log", status=HTTPStatus.INTERNAL_SERVER_ERROR).response()
 

@@ -67,8 +67,10 @@ def listen(host: str, port: int, client_seconds: float) -> socket.socket:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    # Accepted connections inherit these. asyncio sets this one only if the socket's protocol is known, not for 0.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Accepted connections inherit it. It also counts while the client's receive window is full.
+        # It also counts while the client's receive window is full.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * client_seconds))
     return listener
 

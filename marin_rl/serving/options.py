@@ -6,6 +6,7 @@
 import os
 from pathlib import Path
 
+from marin_rl.runs.run_directory import mistaken_for
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.settings.fields import is_loopback, local_path, read_api_key
 from marin_rl.utils.storage import storage_path
@@ -30,9 +31,15 @@ def check_source(run: str | None, step: int | None, model: str | None) -> None:
 
 
 def require_model(model: str | None) -> None:
-    """Raise `UserError` unless `model` is a folder."""
-    if not Path(str(model)).is_dir():
-        raise UserError(f"--model is {model!r}, which is not a folder; give a folder in Hugging Face format")
+    """Raise `UserError` unless `model` is a folder with a model."""
+    path = Path(str(model))
+    if (path / "config.json").is_file():
+        return
+    reason = mistaken_for(path)
+    if reason is None:
+        kind = "has no config.json" if path.is_dir() else "is not a folder"
+        reason = f"which {kind}; give a folder in Hugging Face format"
+    raise UserError(f"--model is {model!r}, {reason.removeprefix('it is ')}")
 
 
 def read_key(host: str, variable: str, form: str = "a secret key") -> str | None:

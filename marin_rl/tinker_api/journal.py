@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.storage import open_atomically
+from marin_rl.utils.storage import named_in_errors, open_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,9 @@ class Journal:
                 raise self._failure
             try:
                 written = 0
-                while written < len(raw):
-                    written += self._file.write(raw[written:])
+                with named_in_errors(self._path):
+                    while written < len(raw):
+                        written += self._file.write(raw[written:])
             except OSError:
                 self._file.truncate(self.size)
                 raise
@@ -117,7 +118,8 @@ class Journal:
                 raise self._failure
             end = self._appended
             try:
-                os.fsync(self._file.fileno())
+                with named_in_errors(self._path):
+                    os.fsync(self._file.fileno())
             except OSError as error:
                 self._failure = error
                 raise

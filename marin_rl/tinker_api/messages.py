@@ -42,6 +42,8 @@ _FLOAT32, _INT64 = 1, 2
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 _STOPPED, _LENGTH = 0, 1
 _UNDEFINED_LOGPROB = -99999.0
+MAX_PARTS = 2**17
+"""Maximum number of fields of a request, those of all messages in it together. The SDK sends fewer than 2**16."""
 MAX_SPARSE_ELEMENTS = 2**25
 """Maximum number of elements of the sparse tensors of a request, zeros included."""
 
@@ -92,12 +94,74 @@ def _message_classes() -> Callable[[str], type[Any]]:
 message_class = _message_classes()
 
 
+def _parts_of(fields: str) -> dict[int, str]:
+    """Return the kinds of the fields of a message by number; `%` marks the entries of a map."""
+    return {int(number): kind + mark.strip("*|") for _, kind, mark, number in _FIELD.findall(fields)}
+
+
+_PARTS = {name: _parts_of(fields) for name, fields in _MESSAGES.items()}
+_PARTS |= {kind: {2: kind[:-1]} for parts in list(_PARTS.values()) for kind in parts.values() if kind.endswith("%")}
+"""Kinds of the fields of messages and of entries of maps."""
+
+
+def _check_parts(data: bytes) -> None:
+    """Count the fields of a request without creating them: two bytes of a body are an object of 150.
+
+    Raises:
+        RequestError: if there are too many.
+    """
+    number, waiting = 0, [(0, len(data), "ForwardBackwardRequest")]
+    while waiting:
+        at, end, message = waiting.pop()
+        while at < end:
+            tag, at = _varint(data, at)
+            kind, size = _PARTS[message].get(tag >> 3, ""), 0
+            match tag & 7:
+                case 0:
+                    _, at = _varint(data, at)
+                case 1 | 5:
+                    size = 8 if tag & 7 == 1 else 4
+                case 2:
+                    size, at = _varint(data, at)
+                    if kind in _PARTS:
+                        waiting.append((at, min(at + size, end), kind))
+                    elif kind not in ("", "bytes", "string"):
+                        # Packed numbers.
+                        number += size
+                case _:
+                    raise RequestError("the body has groups, which no protobuf ForwardBackwardRequest has")
+            at, number = at + size, number + 1
+            if number > MAX_PARTS:
+                raise RequestError(f"the body has more than {MAX_PARTS} fields and sizes; send several requests")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a position, and the position after it.
+
+    Raises:
+        IndexError: if it does not end.
+    """
+    value = byte = data[at]
+    shift = 0
+    # Longer ones are malformed.
+    while byte > 127 and shift < 63:
+        at, shift = at + 1, shift + 7
+        byte = data[at]
+        value += byte - 1 << shift
+    return value, at + 1
+
+
 def parse_forward_backward(data: bytes) -> Any:
     """Parse the message of a request without checking its content.
 
     Raises:
-        RequestError: if the bytes are not such a message.
+        RequestError: if the bytes are not such a message, or it has too many parts.
     """
+    if len(data) > MAX_PARTS:
+        try:
+            _check_parts(data)
+        except IndexError as error:
+            raise RequestError("the body is not a protobuf ForwardBackwardRequest: it ends within a number") from error
     message = message_class("ForwardBackwardRequest")()
     try:
         message.ParseFromString(data)
@@ -203,12 +267,14 @@ def _tensor(message: Any, name: str, what: str, length: int, sparse: _Budget) ->
         values = _from_csr(message, dtype, what, length, sparse)
     else:
         values = _array(message.dense, dtype, what)
+        if len(message.shape) > 2:
+            raise RequestError(f"{what} has {len(message.shape)} sizes; it must have at most 2")
         shape = tuple(message.shape) or values.shape
         if min(shape) < 1 or math.prod(shape) != len(values):
             raise RequestError(f"{what} has shape {list(shape)}, but {len(values)} values")
         values = values.reshape(shape)
-    if values.ndim > 2 or len(values) != length:
-        raise RequestError(f"{what} has shape {list(values.shape)}; the first of at most 2 sizes must be {length}")
+    if len(values) != length:
+        raise RequestError(f"{what} has shape {list(values.shape)}; the first size must be {length}")
     if name == "target_tokens":
         if message.dtype != _INT64 or values.min() < 0:
             raise RequestError(f"{what} must be int64 token ids, none of them negative")
@@ -222,7 +288,7 @@ def _from_csr(message: Any, dtype: np.dtype, what: str, length: int, sparse: _Bu
     """Return a matrix in compressed sparse rows with its zeros."""
     shape, csr = tuple(message.shape), message.sparse_csr
     if len(shape) != 2 or shape[0] != length or shape[1] < 1:
-        raise RequestError(f"{what} is sparse and has shape {list(shape)}; it must be [{length}, k]")
+        raise RequestError(f"{what} is sparse and has shape {list(shape[:3])}; it must be [{length}, k]")
     sparse.use(shape[0] * shape[1], what)
     values = _array(csr.values, dtype, what)
     starts, columns = (_array(part, np.dtype("<i8"), what) for part in (csr.crow_indices, csr.col_indices))

@@ -30,7 +30,7 @@ from marin_rl.learner.placement import place
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import compiler_options
 from marin_rl.models.lora import RANK, Adapter, merge_adapter
-from marin_rl.tinker_api.adam import TrainState, adam_step, new_state
+from marin_rl.tinker_api.adam import TrainState, adam_step, gradient_norm, new_state
 from marin_rl.tinker_api.losses import LossSettings, token_terms
 from marin_rl.tinker_api.records import AdamParams
 from marin_rl.tinker_api.token_batch import TokenBatch
@@ -100,6 +100,7 @@ class Programs:
         self._top = compiled(self._find_top)
         donated = cast(Any, TrainState)(trained=False, mean=True, square=True, steps=True, gradient=True)
         self._step = compiled(adam_step, donate_args=(donated, False))
+        self._norm = compiled(gradient_norm)
         self._new = compiled(new_state)
         self._merge = compiled(self._merge_weights)
 
@@ -141,6 +142,11 @@ class Programs:
         """Apply the sum of the gradients of a state, which is donated except for its weights; see `adam_step`."""
         with self._trainer.use_device_mesh():
             return self._step(state, params)
+
+    def gradient_norm(self, state: TrainState) -> float:
+        """Return the norm of the sum of the gradients; see `gradient_norm`."""
+        with self._trainer.use_device_mesh():
+            return float(self._norm(state.gradient))
 
     def merge(self, trained: Any, base: LmHeadModel | None) -> LmHeadModel:
         """Return the whole model of trained weights in compute precision; these weights themselves, if they are it."""

@@ -4,6 +4,7 @@
 """What the parts of the Tinker server exchange: data, requests, results, and the trainer that they reach."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -65,6 +66,26 @@ class AdamParams(NamedTuple):
     """Decoupled: the weights lose `learning_rate · weight_decay` of themselves."""
     grad_clip_norm: float = 0.0
     """Bound of the gradient's global L2 norm; at most 0 for none."""
+
+    def in_float32(self) -> "AdamParams":
+        """Return the settings as the program computes with them: in float32, 1 - 1e-9 is 1, and 1e-60 is 0.
+
+        Raises:
+            RequestError: if a setting is out of range.
+        """
+        with np.errstate(over="ignore"):
+            params = AdamParams._make(map(np.float32, self))
+        smallest = float(np.finfo(np.float32).tiny)
+        clip = smallest if self.grad_clip_norm > 0 else -math.inf
+        bounds = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (smallest, math.inf)}
+        bounds |= {"grad_clip_norm": (clip, math.inf)}
+        for name, value in params._asdict().items():
+            low, high = bounds.get(name, (-math.inf, math.inf))
+            if not (math.isfinite(value) and low <= value < high):
+                raise RequestError(
+                    f"adam_params.{name} is {value} in float32; it must be finite, at least {low}, below {high}"
+                )
+        return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +169,7 @@ class Trainer(Protocol):
     """The weights of one training client, and the samplers made from them. Used by one thread.
 
     A folder is complete when the call that writes it returns. Any method may raise `RequestError`, which changes
-    nothing.
+    nothing, except that `optim_step` drops a sum of the gradients that is not finite.
     """
 
     @property
@@ -173,7 +194,7 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights, moments and the sum of the gradients."""
+        """Write weights, moments and the sum of the gradients, which must be finite."""
         ...
 
     def load(self, folder: Path, *, optimizer: bool) -> None:

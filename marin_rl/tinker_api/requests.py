@@ -22,6 +22,9 @@ Operation = Annotated[int, Ge(1), Le(2**31 - 1)]
 Token = Annotated[int, Ge(0), Le(2**31 - 1)]
 Ttl = Annotated[int, Ge(MIN_TTL), Le(MAX_TTL)]
 Metadata = dict[str, Any]
+_FIRST_ERROR = pydantic.Field(fail_fast=True)
+"""Without it, each of the two million invalid items of a list becomes an error."""
+_STOPS = pydantic.Field(fail_fast=True, max_length=1000)
 
 
 class Body(pydantic.BaseModel):
@@ -33,7 +36,7 @@ class Body(pydantic.BaseModel):
 class CreateSession(Body):
     """Body of `create_session`."""
 
-    tags: list[str] = []
+    tags: Annotated[list[str], _FIRST_ERROR] = []
     user_metadata: Metadata | None = None
     display_name: str | None = None
 
@@ -119,10 +122,12 @@ class OptimStep(OperationBody):
     optimizer_params: Optimizer | None = None
 
     def params(self) -> AdamParams:
-        """Return the step's settings."""
+        """Return the step's settings. Raise `RequestError` if one is not supported or out of range."""
         if self.optimizer_params is not None:
             raise RequestError(f"the optimizer {self.optimizer_params.type!r:.100} is not supported; send adam_params")
-        return AdamParams(**(self.adam_params or Adam()).model_dump())
+        params = AdamParams(**(self.adam_params or Adam()).model_dump())
+        params.in_float32()
+        return params
 
 
 class SaveWeights(OperationBody):
@@ -204,13 +209,13 @@ class Chunk(Body):
     """A part of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[Token] = []
+    tokens: Annotated[list[Token], _FIRST_ERROR] = []
 
 
 class Prompt(Body):
     """The parts of a prompt."""
 
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], _FIRST_ERROR]
 
 
 class Sampling(Body):
@@ -218,7 +223,7 @@ class Sampling(Body):
 
     max_tokens: Annotated[int, Ge(1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[Token] | None = None
+    stop: str | Annotated[list[str], _STOPS] | Annotated[list[Token], _STOPS] | None = None
     temperature: Annotated[float, Ge(0)] = 1.0
     top_k: Annotated[int, Ge(-1)] = -1
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0

@@ -232,27 +232,23 @@ class JaxTrainer:
         """Apply the sum of the gradients; see `adam_step`.
 
         Raises:
-            RequestError: if a setting is out of range, or the gradient is not finite; nothing changes.
+            RequestError: if a setting is out of range, or the new weights overflow: nothing changes; also if the sum
+                is not finite, which drops it.
         """
-        state = self._require_model()
-        # As the program computes: in float32, 1 - 1e-9 is 1, and 1e-60 is 0.
-        with np.errstate(over="ignore"):
-            params = AdamParams._make(map(np.float32, params))
-        smallest = float(np.finfo(np.float32).tiny)
-        bounds = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (smallest, math.inf)}
-        for name, value in params._asdict().items():
-            low, high = bounds.get(name, (-math.inf, math.inf))
-            if not (math.isfinite(value) and low <= value < high):
-                raise RequestError(
-                    f"adam_params.{name} is {value} in float32; it must be finite, at least {low}, below {high}"
-                )
+        state, params = self._require_model(), params.in_float32()
         self._state = None
         self._state, metrics = self._programs.step(state, params)
         norm = float(metrics["grad_norm"])
         if not math.isfinite(norm):
             raise RequestError(
-                f"the sum of the gradients has the norm {norm}, so that no step is possible; nothing was changed. Load "
-                "a checkpoint, which drops the sum"
+                f"the sum of the gradients has the norm {norm}, so that no step is possible; the sum was dropped, and "
+                "the weights are as before. Check the weights, advantages and logprobs of the last data"
+            )
+        if not bool(metrics["fits"]):
+            given = ", ".join(f"{name} {value:g}" for name, value in params._asdict().items())
+            raise RequestError(
+                f"a step with {given} makes weights that are not finite; nothing was changed. Use a smaller "
+                "learning_rate or weight_decay, or a larger eps"
             )
         return {"grad_norm": norm}
 
@@ -292,7 +288,13 @@ class JaxTrainer:
 
     def save(self, folder: Path) -> None:
         """Write the state; see `Trainer.save`."""
-        self._write(folder, self._require_model(), secrets.token_hex(16))
+        state = self._require_model()
+        if not math.isfinite(norm := self._programs.gradient_norm(state)):
+            raise RequestError(
+                f"the sum of the gradients has the norm {norm}, and cannot be saved; call optim_step, which drops it, "
+                "or load a checkpoint"
+            )
+        self._write(folder, state, secrets.token_hex(16))
 
     def save_sampler(self, folder: Path) -> None:
         """Write the trained weights; see `Trainer.save_sampler`."""
@@ -326,6 +328,8 @@ class JaxTrainer:
             Checkpoints(folder, CheckpointConfig()).save_now(tree, 0, progress)
         except CheckpointError as error:
             # Such as a full disk: nothing has changed, and training can go on.
+            if isinstance(cause := error.__cause__, OSError) and cause.errno is not None:
+                raise OSError(cause.errno, cause.strerror, str(folder)) from error
             raise OSError(str(error)) from error
 
     def _open(self, folder: Path) -> Any:

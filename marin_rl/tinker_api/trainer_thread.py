@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marin_rl.serving.bodies import full_disk
 from marin_rl.tinker_api import requests
 from marin_rl.tinker_api.checkpoints import now_text, spec_of, sync_folder
 from marin_rl.tinker_api.messages import read_forward_backward, write_outputs, write_samples
@@ -89,7 +90,10 @@ class TrainerThread:
             while not self.state.is_closing:
                 self._step()
         except Exception as error:
-            logger.exception("the trainer failed")
+            if message := full_disk(error):
+                logger.error("the trainer failed: %s", message)
+            else:
+                logger.exception("the trainer failed")
             self._on_failed(error)
 
     def _restore(self) -> None:
@@ -136,15 +140,12 @@ class TrainerThread:
             return model.is_ending
         self.state.journal.sync(promise.position)
         form, result = "json", b""
-        is_done = promise.result is not None and (
-            promise.form == "error" or promise.kind in _WRITES or promise.kind == "forward"
-        )
         started = time.monotonic()
-        if not is_done:
+        if not _is_done(promise):
             try:
                 form, result = self._operate(model, promise)
             except RequestError as error:
-                if promise.result is not None:
+                if promise.result is not None and promise.form != "error":
                     # The client knows its result, and later operations need its effect.
                     raise UserError(
                         f"the operation {promise.id} succeeded before this start, and cannot be repeated: {error}; "
@@ -152,11 +153,12 @@ class TrainerThread:
                     ) from error
                 form, result = "error", error_body(str(error), "user")
             except Exception as error:
-                self.state.fail(promise, f"the server failed: {describe(error)}", "server")
+                message = full_disk(error) or describe(error)
+                self.state.fail(promise, f"the server failed: {message}", "server")
                 self.state.journal.sync(self.state.journal.position)
                 if not (isinstance(error, OSError) and (promise.kind in _WRITES or model.next == 0)):
                     raise
-                logger.warning("%s: cannot write its files: %s", promise.id, error)
+                logger.warning("%s: cannot write its files: %s", promise.id, message)
         with self.state.lock:
             del model.queue[model.next]
             model.next, model.advanced = model.next + 1, time.monotonic()
@@ -183,7 +185,10 @@ class TrainerThread:
                 self._begin(model)
                 result = {"model_id": model.id}
             case "optim_step":
-                result = {"metrics": self._trainer.optim_step(requests.OptimStep(**values).params())}
+                metrics = self._trainer.optim_step(requests.OptimStep(**values).params())
+                figures = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+                print(f"{time.strftime('%H:%M:%S')} {promise.id}: optim_step, {figures}", flush=True)
+                result = {"metrics": metrics}
             case "load_weights":
                 self._load(model, requests.LoadWeights(**values))
                 result = {"model_id": model.id, "path": values["path"]}
@@ -386,6 +391,16 @@ class TrainerThread:
             names = {"id": f"{model.id}:{seq}", "kind": "refused", "digest": promise.digest if promise else ""}
             names |= {"session": model.session, "model": model.id}
             self.state.record({"record": "refused", **names, "seq": seq, "message": message})
+
+
+def _is_done(promise: Promise) -> bool:
+    """Return whether an operation has its result, and changed nothing but files."""
+    if promise.result is None:
+        return False
+    if promise.kind == "optim_step":
+        # One that is refused may drop the sum of the gradients.
+        return promise.form == "error" and json.loads(promise.result)["category"] == "server"
+    return promise.form == "error" or promise.kind in _WRITES or promise.kind == "forward"
 
 
 class _Source:

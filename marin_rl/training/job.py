@@ -8,7 +8,9 @@ Former attempts and inputs are checked before levanter is imported.
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +22,16 @@ from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
 from marin_rl.runs.lock import RunInUseError
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, exported_step, list_steps
-from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.errors import RunDirectoryError, UserError, writing
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes
+from marin_rl.utils.user_code import MissingPackageError
 
+_PATH_ERRORS = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENXIO}
+"""What the system says of paths that no attempt can use."""
 JOB = "job.json"
 """File of a run directory with the job of its first attempt, and step and checksum of the export of a complete run."""
 
@@ -56,7 +61,10 @@ class Job(ConfigSection):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        storage_path(self.run_dir, "run_dir")
+        path = storage_path(self.run_dir, "run_dir")
+        # Not resolved: a link may lead to itself.
+        if isinstance(path, Path) and os.path.abspath(path) in (os.sep, os.sep * 2):
+            raise ValueError(f"run_dir is {self.run_dir!r}, the root of the file system; give a folder for the run")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -110,6 +118,9 @@ def read_job(file: Path) -> Job:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"the job {str(file)!r} cannot be read: {reason}; give a file with a JSON object") from error
+    # Other files may give a number for a text.
+    if isinstance(values, dict) and isinstance(number := values.get("run_dir"), int | float):
+        raise ConfigError(f"run_dir is {number!r}, but it takes text; give a path in quotes")
     return decode(Job, values)
 
 
@@ -260,11 +271,13 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def _may_be_temporary(error: BaseException) -> bool:
     """Return whether another attempt may succeed."""
-    if isinstance(error, ValueError | FileNotFoundError | PermissionError):
-        return False
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError | PermissionError) and error.errno not in _PATH_ERRORS
+    if isinstance(error, UserError) and isinstance(error.__cause__, OSError):
+        # Such as a full disk.
+        return _may_be_temporary(error.__cause__)
+    if isinstance(error, RunDirectoryError):
+        return isinstance(error, RunInUseError)
     from marin_rl.learner.train_step import NonFiniteUpdateError
 
-    if isinstance(error, RunDirectoryError) and not isinstance(error, RunInUseError):
-        # Such as a full disk.
-        return isinstance(error.__cause__, OSError) and _may_be_temporary(error.__cause__)
-    return not isinstance(error, NonFiniteUpdateError)
+    return not isinstance(error, ValueError | MissingPackageError | NonFiniteUpdateError)

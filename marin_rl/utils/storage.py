@@ -150,6 +150,17 @@ def user_cache(kind: str) -> Path:
 
 
 @contextlib.contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Give an `OSError` of a write the name of the file, which the system gives only on opening."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a local file for writing that replaces `path` when the block ends, and is removed if the block raises.
 
@@ -166,7 +177,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("wb") as file:
+        with named_in_errors(path), partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
@@ -36,6 +37,7 @@ from tests.serving.serving_cases import (
     tiny_sampler,
     until,
 )
+from tests.tinker_api import wire
 
 
 class Held:
@@ -344,6 +346,29 @@ def test_a_server_may_have_more_connections_than_the_usual_soft_limit():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def accepted_options(port: int, option: int) -> list[int]:
+    """Return a TCP option of the connections that this process has accepted at a port."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.getpeername() and one.family == socket.AF_INET and one.getsockname()[1] == port:
+                found.append(one.getsockopt(socket.IPPROTO_TCP, option))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["openai", "tinker"])
+def test_small_responses_are_sent_at_once(kind: str, tmp_path: Path):
+    """With Nagle's algorithm, a response in two parts waits for the client's delayed acknowledgement."""
+    with contextlib.ExitStack() as stack:
+        if kind == "openai":
+            url, path = stack.enter_context(serving(TokenSampler(length=1))).url, "/health"
+        else:
+            url, path = stack.enter_context(wire.serving(tmp_path))[0], "/api/v1/healthz"
+        client = stack.enter_context(httpx.Client())
+        assert client.get(url + path, timeout=TIMEOUT).status_code == 200
+        assert accepted_options(int(url.rpartition(":")[2]), socket.TCP_NODELAY) == [1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -59,6 +60,8 @@ class FakeTrainer:
         loss = float(sum(np.sum(values, dtype=np.float64) for values in logprobs))
         if any(datum.tokens.max() > 10**6 for datum in request.data):
             raise RequestError("a token is not in the vocabulary")
+        if any(datum.tokens.max() == 10**6 for datum in request.data):
+            loss = math.inf
         if not request.forward_only:
             self.values["gradient"] = self.values["gradient"] * 1.01 + loss
         return LossOutputs(logprobs, {"loss:sum": -loss, "weight:mean": self.values["weight"]})
@@ -67,6 +70,9 @@ class FakeTrainer:
         time.sleep(self.seconds)
         self.log.append(("optim_step",))
         values = self.values
+        if not math.isfinite(values["gradient"]):
+            values["gradient"] = 0.0
+            raise RequestError("the sum of the gradients is not finite, and was dropped")
         values["weight"] = 0.9 * values["weight"] + params.learning_rate * values["gradient"]
         values["gradient"], values["steps"] = 0.0, values["steps"] + 1
         return dict(values)

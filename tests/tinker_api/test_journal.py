@@ -113,8 +113,9 @@ def test_a_full_disk_leaves_the_file_whole(tmp_path: Path, monkeypatch: pytest.M
         truncate = staticmethod(real.truncate)
 
     monkeypatch.setattr(journal, "_file", Full())
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as full:
         journal.append({"number": 1}, b"defghi")
+    assert full.value.filename == str(path)
     monkeypatch.setattr(journal, "_file", real)
     journal.append({"number": 2})
     journal.close()

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marin_rl.tinker_api import messages
 from marin_rl.tinker_api.messages import (
+    MAX_PARTS,
     canonical_bytes,
     message_class,
     parse_forward_backward,
@@ -159,6 +161,75 @@ def test_weights_are_needed_to_train(index: int) -> None:
         read_forward_backward(message.SerializeToString())
     message.forward_only = True
     assert "weights" not in read_forward_backward(message.SerializeToString()).data[index].inputs
+
+
+def field(number: int, content: bytes) -> bytes:
+    """Return a field with a length, as protobuf writes it."""
+    size = len(content)
+    head = bytes([number << 3 | 2])
+    while size > 127:
+        head, size = head + bytes([size & 127 | 128]), size >> 7
+    return head + bytes([size]) + content
+
+
+HEAD = body("s:train:0", 1, [])
+TARGETS = field(1, b"target_tokens")
+MANY = MAX_PARTS + 1
+BOMBS = {
+    "datums": HEAD + field(3, b"") * MANY,
+    "datums with a chunk": HEAD + field(3, field(1, b"")) * MANY,
+    "chunks": HEAD + field(3, field(1, b"") * MANY),
+    "chunks with a text": HEAD + field(3, field(1, field(1, b"")) * MANY),
+    "texts of a chunk": HEAD + field(3, field(1, field(1, b"") * MANY)),
+    "inputs": HEAD + field(3, b"".join(field(2, field(1, b"%d" % index)) for index in range(MANY))),
+    "one input again and again": HEAD + field(3, field(2, TARGETS) * MANY),
+    "tensors of an input": HEAD + field(3, field(2, TARGETS + field(2, b"") * MANY)),
+    "sparse tensors": HEAD + field(3, field(2, TARGETS + field(2, field(2, b"") * MANY))),
+    "packed shape": HEAD + field(3, field(2, TARGETS + field(2, field(4, b"\x01" * MANY)))),
+    "shape": HEAD + field(3, field(2, TARGETS + field(2, b"\x20\x01" * MANY))),
+    "shape of large numbers": HEAD + field(3, field(2, TARGETS + field(2, (b"\x20" + b"\xff" * 8 + b"\x7f") * MANY))),
+    "settings": HEAD + b"".join(field(5, field(1, b"%d" % index)) for index in range(MANY)),
+    "newer settings": HEAD + b"".join(field(7, field(1, b"%d" % index) + field(2, b"")) for index in range(MANY)),
+    "unknown numbers": HEAD + b"\x78\x01" * MANY,
+    "unknown numbers in a chunk": HEAD + field(3, field(1, b"\x78\x01" * MANY)),
+    "unknown fixed numbers": HEAD + (b"\x79" + b"\0" * 8 + b"\x7d" + b"\0" * 4) * MANY,
+    "groups": HEAD + b"\x7b\x7c" * MANY,
+    "chunks before an end within a number": HEAD + field(3, field(1, b"") * MANY) + field(3, b"\xff"),
+    "nested groups": HEAD + b"\x7b" * MANY,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bodies_of_too_many_parts_are_refused_before_they_are_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(kind: str) -> object:
+        raise AssertionError(f"a {kind} is built")
+
+    monkeypatch.setattr(messages, "message_class", build)
+    with pytest.raises(RequestError):
+        parse_forward_backward(BOMBS[name])
+
+
+@pytest.mark.parametrize("end", [b"\xff" * MANY, b"\x1a\xff\xff\xff\xff\x0f" + b"\0" * MANY, field(3, b"\xff" * MANY)])
+def test_large_bodies_of_other_bytes_are_refused(end: bytes) -> None:
+    with pytest.raises(RequestError):
+        parse_forward_backward(HEAD + end)
+
+
+def test_large_bodies_of_few_parts_are_read() -> None:
+    tokens = [list(range(MANY // 4)), *[[7]] * 1024]
+    data = body("s:train:0", 1, tokens)
+    assert len(data) > MAX_PARTS
+    read = read_forward_backward(data).data
+    assert [datum.tokens.tolist() for datum in read] == tokens
+    assert [datum.inputs["target_tokens"].tolist() for datum in read] == tokens
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 1], [2**62] * 1000, [1] * 100_000])
+def test_shapes_of_many_sizes_are_refused(sizes: list[int]) -> None:
+    message = message_of()
+    _set(message, "weights", shape=sizes)
+    with pytest.raises(RequestError, match=rf"weights has {len(sizes)} sizes"):
+        read_forward_backward(message.SerializeToString())
 
 
 def test_prefers_the_newer_config() -> None:

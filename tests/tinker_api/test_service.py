@@ -7,18 +7,22 @@ import datetime
 import io
 import json
 import random
+import socket
 import tarfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
+import pydantic
 import pytest
 
+from marin_rl.serving.bodies import ApiError
+from marin_rl.tinker_api import requests, trainer_thread
 from marin_rl.tinker_api import service as service_module
-from marin_rl.tinker_api import trainer_thread
 from marin_rl.tinker_api.checkpoints import ServedModel
 from marin_rl.tinker_api.journal import Journal
 from marin_rl.tinker_api.messages import message_class
@@ -157,6 +161,44 @@ def test_statuses(shared: tuple[Wire, str], path: str, content: bytes, status: i
     response = shared[0].send("POST", path, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body_class", "name", "value"),
+    [
+        (requests.SampleBody, "prompt", {"chunks": [1] * 10_000}),
+        (requests.SampleBody, "prompt", {"chunks": [{"tokens": [-1] * 10_000}]}),
+        (requests.SampleBody, "prompt", {"chunks": [{"tokens": ["a"] * 10_000}]}),
+        (requests.SampleBody, "sampling_params", {"stop": [None] * 10_000}),
+        (requests.SampleBody, "sampling_params", {"stop": [1] * 10_000}),
+        (requests.SampleBody, "sampling_params", {"stop": ["a"] * 10_000}),
+        (requests.CreateSession, "tags", [1] * 10_000),
+    ],
+)
+def test_long_lists_have_few_errors(body_class: type[requests.Body], name: str, value: object) -> None:
+    valid = {"sampling_session_id": "a", "seq_id": 1, "prompt": {"chunks": []}}
+    with pytest.raises(ApiError, match=name) as refused:
+        requests.parse_body(body_class, {**valid, name: value})
+    assert isinstance(refused.value.__cause__, pydantic.ValidationError)
+    assert refused.value.__cause__.error_count() <= 3
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("create_session", "json"), ("asample", "json"), ("telemetry", "json"), ("forward_backward", "x-protobuf")],
+)
+def test_a_client_that_leaves_within_a_body_is_one_line_of_log(
+    shared: tuple[Wire, str], path: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = shared[0]
+    address = urllib.parse.urlsplit(client.url)
+    head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/{kind}\r\n"
+    with socket.create_connection((address.hostname, address.port)) as leaving:
+        leaving.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+    counted = f'marin_rl_requests_total{{path="/api/v1/{path}",status="499"}} 1.0'
+    until(lambda: counted in httpx.get(f"http://{address.netloc}/metrics").text)
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+    assert f"/api/v1/{path}" in caplog.text
 
 
 def test_compressed_and_large_bodies(shared: tuple[Wire, str]) -> None:
@@ -517,6 +559,26 @@ def test_a_failed_operation_changes_nothing_after_a_restart(tmp_path: Path) -> N
         assert wire.step(model, 3)["weight"] == 0.9 * 9 + 0.5 * gradient(fake_loss([[5]]))
 
 
+@pytest.mark.parametrize("state_seconds", [0.0, 60.0])
+def test_a_dropped_sum_stays_dropped_after_a_restart(
+    tmp_path: Path, state_seconds: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path, limits=Limits(state=state_seconds)) as (url, _):
+        wire = Wire(url)
+        model = wire.begin()
+        assert wire.step(model, 1)["weight"] == 0.9 * 9
+        assert capfd.readouterr().out.count(f"{model}:1: optim_step, weight 8.1,") == 1
+        wire.result(wire.forward_backward(model, 2, [[10**6]]).json()["request_id"])
+        refused = wire.result(wire.operate("optim_step", model, 3, adam_params={}))
+        assert refused["category"] == "user"
+        wire.result(wire.forward_backward(model, 4, [[5]]).json()["request_id"])
+        assert capfd.readouterr().out == ""
+    with serving(tmp_path) as (url, _):
+        wire = Wire(url)
+        assert wire.result(f"{model}:3") == refused
+        assert wire.step(model, 5)["weight"] == 0.9 * (0.9 * 9) + 0.5 * gradient(fake_loss([[5]]))
+
+
 class Unreadable(FakeTrainer):
     """Cannot read the weights of checkpoints, which it notices before it takes a request."""
 
@@ -609,6 +671,56 @@ def test_a_full_disk_ends_neither_training_nor_sampling(tmp_path: Path, monkeypa
         assert wire.step(wire.model(session, 2, rank=4), 1)["weight"] == 0.9 * 5
     with serving(tmp_path) as (url, _):
         assert Wire(url).step(f"{session}:train:2", 2)["weight"] == 0.9 * (0.9 * 5)
+
+
+def test_a_full_disk_is_one_sentence_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = FakeTrainer()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/some/file")
+
+    with serving(tmp_path, trainer) as (url, service):
+        wire = Wire(url)
+        session = wire.session()
+        model = wire.model(session)
+        step, sampler = {"model_id": model, "seq_id": 1}, {"sampling_session_seq_id": 9, "base_model": "base"}
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "append", full)
+            requests = [
+                ("create_session", {}),
+                ("create_sampling_session", {"session_id": session, **sampler}),
+                ("forward_backward", body(model, 1, [[5]])),
+                ("optim_step", step),
+                ("optim_step", {**step, "adam_params": {"beta1": 9}}),
+                ("save_weights", {**step, "path": "a"}),
+                ("unload_model", {"model_id": model}),
+                (f"sessions/{session}/finish", {}),
+            ]
+            for path, content in requests:
+                response = wire.ask(path, content)
+                assert response.status_code == 507, path
+                assert "'/some/file'" in response.json()["error"]["message"]
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, "save", full)
+            patched.setattr(trainer, "save_sampler", full)
+            patched.setattr(service.checkpoints, "write_run", full)
+            for seq, (kind, names) in enumerate(
+                [
+                    ("save_weights", {"path": "a"}),
+                    ("save_weights_for_sampler", {"path": "a"}),
+                    ("save_weights_for_sampler", {"sampling_session_seq_id": 1}),
+                ],
+                start=1,
+            ):
+                failed = wire.result(wire.operate(kind, model, seq, **names))
+                assert failed["category"] == "server"
+                assert "'/some/file'" in failed["error"]
+        # Everything can be sent again.
+        assert wire.step(model, 4)["weight"] == 0.9 * 9
+        assert len([record for record in caplog.records if "'/some/file'" in record.getMessage()]) == len(requests) + 3
+        assert not any(record.exc_info for record in caplog.records)
 
 
 def test_results_that_were_read_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -459,6 +459,12 @@ def test_a_folder_that_cannot_be_written_changes_nothing(make, tmp_path: Path):
         {"weight_decay": 1e39},
         {"weight_decay": -1e39},
         {"grad_clip_norm": 1e39},
+        {"grad_clip_norm": 1e-60},
+        {"grad_clip_norm": 1e-40},
+        # The new weights overflow.
+        {"learning_rate": 1e30, "weight_decay": 1e30},
+        {"learning_rate": 3e38, "weight_decay": 3e38},
+        {"learning_rate": 1e4, "weight_decay": -3e38},
     ],
 )
 def test_settings_that_float32_cannot_compute_with_change_nothing(make, setting: dict[str, float]):
@@ -529,17 +535,35 @@ def test_bad_data_change_nothing(make, change: dict[str, object]):
     assert not any(leaf.any() for leaf in gradient_of(trainer))
 
 
-def test_gradient_that_is_not_finite_changes_no_weights(make):
+@pytest.mark.parametrize("size", [3e38, 1e25])
+def test_gradient_that_is_not_finite_is_dropped_and_not_saved(make, tmp_path: Path, size: float):
+    """The entries of the sum, or only the square of its norm, overflow."""
     trainer, data = make(), random_data(3, "cross_entropy")
+    trainer.forward_backward(request(data))
+    trainer.optim_step(AdamParams())
+    wanted = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state)]
+    make()
     huge = tuple(
-        datum._replace(inputs={**datum.inputs, "weights": np.full(len(datum.tokens), 3e38, np.float32)})
+        datum._replace(inputs={**datum.inputs, "weights": np.full(len(datum.tokens), size, np.float32)})
         for datum in data
     )
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state.trained)]
     trainer.forward_backward(request(huge))
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match="cannot be saved"):
+        trainer.save(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+    # A sampler needs the weights alone.
+    trainer.save_sampler(tmp_path / "sampler")
+    with pytest.raises(RequestError, match="dropped"):
         trainer.optim_step(AdamParams())
     for left, right in zip(jax.tree.leaves(trainer._state.trained), before, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert not any(leaf.any() for leaf in gradient_of(trainer))
+    # Later calls are as if it had never been.
+    trainer.forward_backward(request(data))
+    trainer.save(tmp_path / "state")
+    trainer.optim_step(AdamParams())
+    for left, right in zip(jax.tree.leaves(trainer._state), wanted, strict=True):
         np.testing.assert_array_equal(left, right)
 
 

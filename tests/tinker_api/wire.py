@@ -88,7 +88,7 @@ class Wire:
     """Sends requests, and repeats them while the server is away."""
 
     def __init__(self, url: str, key: str = "tml-none") -> None:
-        self._url, self.is_stopped = f"{url}/api/v1/", lambda: False
+        self.url, self.is_stopped = f"{url}/api/v1/", lambda: False
         self._client = httpx.Client(headers={"X-API-Key": key}, timeout=60)
 
     def __del__(self) -> None:
@@ -96,7 +96,7 @@ class Wire:
 
     def send(self, method: str, path: str, **content: Any) -> httpx.Response:
         """Send a request once."""
-        return self._client.request(method, self._url + path, **content)
+        return self._client.request(method, self.url + path, **content)
 
     def ask(self, path: str, content: bytes | Mapping[str, Any]) -> httpx.Response:
         """Send a request until the server answers."""

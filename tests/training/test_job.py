@@ -23,6 +23,7 @@ from marin_rl.run_job import main
 from marin_rl.training import job as job_module
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.storage import path_digest
+from marin_rl.utils.user_code import MissingPackageError
 from tests.fork_server import popen
 from tests.tiny_run import TINY, TinyRun, changed, make_run, outcome
 from tests.training.test_preference_run import make_run as make_dpo_run
@@ -273,11 +274,61 @@ def test_another_file_in_the_place_of_the_record_is_refused(attempts: Attempts, 
 
 
 @pytest.mark.parametrize(
+    "run_dir",
+    [
+        *(
+            "file",
+            "file/run",
+            "loop",
+            "loop/run",
+            "dangling/run",
+            "fifo",
+            "no_record",
+            "/dev/null",
+            "/proc/run",
+        ),
+        *(
+            "a" * 300,
+            "/".join(["a" * 200] * 30),
+            "/",
+            "//",
+            "/../",
+            3,
+            1.5,
+            True,
+            None,
+            ["run"],
+            {},
+            "",
+            "a\0b",
+            "gs://",
+        ),
+    ],
+)
+def test_run_dirs_that_no_attempt_can_use_are_failures(
+    attempts: Attempts, run_dir: object, monkeypatch: pytest.MonkeyPatch
+):
+    (folder := attempts.folder / "here").mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "file").touch()
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "dangling").symlink_to("missing/run")
+    os.mkfifo(folder / "fifo")
+    (folder / "no_record" / "job.json").mkdir(parents=True)
+    code, result = attempts.run(run_dir=run_dir)
+    assert (code, result["state"], result["failure"]["retry"]) == (1, "failed", False), result
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (RuntimeError("the device was lost"), RETRY),
         (SystemExit("user code"), RETRY),
         (OSError(28, "disk full"), RETRY),
+        (OSError(5, "a read failed"), RETRY),
+        (OSError(36, "too long"), 1),
+        (NotADirectoryError(20, "a file"), 1),
+        (MissingPackageError("no package"), 1),
         (ValueError("no"), 1),
     ],
 )
