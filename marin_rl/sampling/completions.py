@@ -109,7 +109,7 @@ def read_completion(
     if len(tokens) > allowed or (reason is StopReason.LENGTH and len(tokens) != allowed):
         raise SamplerError(
             f"request {index}: the server returned {len(tokens)} tokens without a final stop token, of {allowed} "
-            f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, stop, "
+            f"allowed, with finish_reason {_shown(choice.get('finish_reason'))}; it must honour stop_token_ids, stop, "
             "ignore_eos and max_tokens, return the stop token, and add no other ones (vLLM: --generation-config vllm)"
         )
     return Generation(tuple(tokens[:end]), tuple(logprobs[:end]), reason, version, version)
@@ -221,5 +221,8 @@ def _is_logprob(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "a nested value"
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -19,6 +19,7 @@ from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, Sampling
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.types import StopReason
+from marin_rl.utils.http_client import response_limit
 from marin_rl.utils.retry import RetryConfig
 from tests.sampling.completions_server import CompletionsServer, Raw, TableEngine, error, serving
 
@@ -148,6 +149,10 @@ LOST = [
     (Raw(200, b'{"choices": [', 4000), "does not respond .RemoteProtocolError: peer closed connection"),
     (Raw(200, b'{"choices": ['), "is not JSON"),
     (Raw(200, b"<html>\xff"), "is not JSON: '<html>"),
+    (Raw(200, b"[" * 100_000), "is not JSON: '\\[\\["),
+    (Raw(200, b'{"choices": %s}' % (b"1" * 10_000)), "is not JSON"),
+    # Three tokens of prompt, and eight new ones.
+    (Raw(200, b" " * (response_limit(3 + 8) + 1)), f"does not respond .a response of more than {2**20 + 11 * 2**10} b"),
 ]
 
 
@@ -183,7 +188,7 @@ def test_lost_response_does_not_affect_other_requests(server: CompletionsServer)
 
 def test_missing_response_times_out(server: CompletionsServer):
     server.hold = threading.Barrier(2)
-    with pytest.raises(SamplerError, match=r"does not respond \(ReadTimeout: .*sampler.timeout"):
+    with pytest.raises(SamplerError, match=r"does not respond \(no complete response within 0\.2 s\).*sampler.timeout"):
         sampler_of(server, timeout=0.2).sample([REQUEST])
     server.hold.abort()
 
