@@ -115,20 +115,6 @@ def read_completion(
     return Generation(tuple(tokens[:end]), tuple(logprobs[:end]), reason, version, version)
 
 
-def most_likely_logprob(response: object, index: int) -> float | None:
-    """Return the log-probability of the most likely first token; None if the response does not include it.
-
-    Args:
-        response: the server's response, parsed.
-        index: index of the request, for error messages.
-    """
-    [choice] = _choices(response, index, 1)
-    listed = _logprobs_field(choice, "top_logprobs")
-    if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping):
-        return None
-    return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
-
-
 def echo_body(model: str, prompts: Sequence[Sequence[int] | str]) -> dict[str, Any]:
     """Build the JSON body of a request for the log-probabilities of prompts, without new tokens.
 
