@@ -171,8 +171,7 @@ def test_a_server_that_keeps_old_weights_ends_the_run(
 
     monkeypatch.setattr(pair.server, "load", load_once)
     assert run.train() == 1
-    error = capfd.readouterr().err
+    error = " ".join(capfd.readouterr().err.split())
     assert "does not sample from version 1 of the policy" in error
     assert "its answers are those of version 0" in error
     assert "Traceback" not in error
-    assert len(engines) == 2
