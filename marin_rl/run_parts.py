@@ -6,9 +6,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
@@ -18,9 +21,11 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.learner.loss import RlLoss
+from marin_rl.learner.scoring import SequenceScorer, sequence_scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.model_parts import AbstractModelParts
+from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
@@ -30,6 +35,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.policy_check import MAX_TOKENS
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.sampling.stops import stop_table, stop_text_bytes
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -167,7 +173,7 @@ class RunParts(AbstractModelParts):
 
         Raises:
             UserFileError: if the function that reloads a server's weights is missing or raises.
-            SamplerError: if a server's responses are invalid.
+            SamplerError: if a server's responses are invalid, or not those of the policy.
         """
         server, sampling, tokenizer = self.config.sampler, self.config.sampling, self.tokenizer
         if not isinstance(server, OpenAiSamplerConfig):
@@ -180,10 +186,37 @@ class RunParts(AbstractModelParts):
             token_bytes=stop_text_bytes(tokenizer, sampling.stop),
             vocab_size=policy.vocab_size,
             load_weights=WeightReloader(server.reload, server.base_url, tokenizer, self.trainer, sampling.stop),
+            learner=self.learner_logprobs,
         )
         sampler.update_weights(policy, version)
-        sampler.check_server()
         return sampler
+
+    def learner_logprobs(
+        self, policy: LmHeadModel, sequences: Sequence[tuple[int, ...]], temperature: float
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Compute log-probs of the tokens after the first in float32 and in bfloat16; a `LearnerLogprobs`."""
+        with self.trainer.use_device_mesh(), hax.axis_mapping(self.trainer.parameter_axis_mapping):
+            policy = eqx.filter_jit(merge_adapter)(policy) if has_adapter(policy) else policy
+        scored = []
+        for kind in ("float32", "bfloat16"):
+            if (score := self._scorers.get((kind, temperature))) is None:
+                mp = dataclasses.replace(self.trainer.mp, compute_dtype=jnp.dtype(kind))
+                score = self._scorers[kind, temperature] = sequence_scorer(
+                    policy.config,
+                    dataclasses.replace(self.trainer, mp=mp),
+                    MAX_TOKENS,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    temperature=temperature,
+                    block_size=self.logprob_block,
+                    tokens=MAX_TOKENS,
+                )
+            scored.append(score(policy, sequences))
+        return scored[0], scored[1]
+
+    @functools.cached_property
+    def _scorers(self) -> dict[tuple[str, float], SequenceScorer]:
+        """Scorers of `learner_logprobs`, by precision and temperature."""
+        return {}
 
     def open_group_sampler(
         self,

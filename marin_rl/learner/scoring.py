@@ -3,7 +3,8 @@
 
 """Log-probabilities and values of rollouts under given weights, without a gradient."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import equinox as eqx
@@ -12,19 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import RlExample, pack_batch
-from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
+from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import ActorCritic, policy_of
 from marin_rl.learner.logprobs import entropy, is_most_likely, policy_activations, token_logprobs
 from marin_rl.learner.placement import place_batch, placed_shape, stack_microbatches, take_microbatch
+from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import compiler_options
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import own_rows
+from marin_rl.utils.devices.setup import own_rows, platform_of
 from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+
+SequenceScorer = Callable[[LmHeadModel, Sequence[tuple[int, ...]]], list[list[float]]]
+"""Computes the log-probs of the tokens of each sequence after the first."""
 
 
 class Scores(NamedTuple):
@@ -145,3 +151,44 @@ class Scorer:
         logprobs, values, *rest = (packed.unpack(multihost.fetch(array)[:count]) for array in scored)
         # Rounding may lift the log-probability of a near-certain token above 0.
         return Scores(np.minimum(logprobs, 0.0), values, rest[0] > 0 if self._accuracy else None)
+
+
+def sequence_scorer(
+    architecture: LmConfig,
+    trainer: AbstractTrainerConfig,
+    max_length: int,
+    *,
+    pad_token_id: int,
+    temperature: float,
+    block_size: int,
+    tokens: int,
+) -> SequenceScorer:
+    """Return a function that computes the log-probs of the tokens of each sequence after the first.
+
+    Args:
+        architecture: that of the models, which have no adapter.
+        trainer: mesh, precision and sharding.
+        max_length: maximum number of tokens of a sequence.
+        pad_token_id: as for [`Scorer`][marin_rl.learner.scoring.Scorer], like `temperature` and `block_size`.
+        temperature: divides the logits.
+        block_size: tokens whose logits are in memory at once.
+        tokens: number of tokens of a microbatch on each device, at least.
+    """
+    kernel = attention_kernel(architecture, platform_of(trainer))
+    length = kernel.fit(max_length)
+    layout = RowLayout(length, -(-tokens // length) * trainer.data_axis_size, packed=True)
+    scorer = Scorer(
+        trainer, layout, pad_token_id=pad_token_id, temperature=temperature, block_size=block_size, capacity=8
+    )
+
+    def score(model: LmHeadModel, sequences: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        sizes = [*map(len, sequences)]
+        turn_ids = np.zeros(sum(sizes), np.int32)
+        turn_ids[np.cumsum([0, *sizes[:-1]])] = NO_TURN
+        input_ids = np.array([*itertools.chain.from_iterable(sequences)], np.int32)
+        names = [*map(str, range(len(sizes)))]
+        batch = make_batch(names, [[size] for size in sizes], input_ids=input_ids, turn_ids=turn_ids)
+        model = with_config(model, kernel.configure(model.config, length), trainer)
+        return [part.tolist() for part in batch.actions(scorer.score(model, batch).logprobs)]
+
+    return score

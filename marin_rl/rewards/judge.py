@@ -38,6 +38,7 @@ from marin_rl.rewards.reply_text import graded_text
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD
 from marin_rl.utils.event_loop import gather_all
+from marin_rl.utils.http_client import NoResponseError, open_client, post_json, without_key
 from marin_rl.utils.output import replace_surrogates
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
@@ -46,8 +47,6 @@ from marin_rl.utils.settings.fields import check_address, read_api_key
 T = TypeVar("T")
 
 _PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\}")
-MAX_RESPONSE = 2**22
-"""Maximum number of bytes of a response after decompression. A few compressed kilobytes can be gigabytes."""
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _RESERVED = ("score", "retries", "prompt_tokens", "completion_tokens")
 """Metrics of every judge."""
@@ -282,30 +281,25 @@ class LlmJudge:
 
     async def _request(self, values: dict[str, str], usage: collections.Counter[str]) -> str:
         """Send one request and return the judge's answer."""
+        url = f"{self._config.base_url.rstrip('/')}/chat/completions"
+        seconds, tokens = self._config.timeout_seconds, self._config.max_tokens
         try:
-            # httpx limits each read only, and an endpoint may send a little now and then.
-            async with asyncio.timeout(self._config.timeout_seconds):
-                url = f"{self._config.base_url.rstrip('/')}/chat/completions"
-                async with self._connected().stream("POST", url, json=self._body(values)) as response:
-                    content = await _read_content(response)
-        except TimeoutError as error:
-            detail = f"no answer within {self._config.timeout_seconds:g} s"
-            raise _RetryableError(RewardFailure.REQUEST, detail) from error
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise _RetryableError(RewardFailure.REQUEST, f"{type(error).__name__}: {error}") from error
-        text = self._without_key(content.decode("utf-8", "replace"))
-        if response.status_code in _RETRIED_STATUSES:
-            raise _RetryableError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:200]}")
-        if response.status_code != 200:
-            raise RewardCallError(RewardFailure.REQUEST, f"status {response.status_code}: {text[:500]}")
+            response = await post_json(self._connected(), url, self._body(values), seconds=seconds, tokens=tokens)
+        except NoResponseError as error:
+            raise _RetryableError(RewardFailure.REQUEST, str(error)) from error
+        text = without_key(response.content.decode("utf-8", "replace"), self._key)
+        if response.status in _RETRIED_STATUSES:
+            raise _RetryableError(RewardFailure.REQUEST, f"status {response.status}: {text[:200]}")
+        if response.status != 200:
+            raise RewardCallError(RewardFailure.REQUEST, f"status {response.status}: {text[:500]}")
         try:
-            completion = json.loads(content)
+            completion = response.parse()
             _add_tokens(usage, completion)
             choice = completion["choices"][0]
             answer, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
             # The answer is stored as the reason of the score.
-            answer = self._without_key(answer) if isinstance(answer, str) else answer
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            answer = without_key(answer, self._key) if isinstance(answer, str) else answer
+        except (ValueError, LookupError, TypeError, AttributeError):
             answer, is_cut = None, False
         if is_cut:
             # The last line can be a part of a number, or be followed by a correction.
@@ -316,15 +310,6 @@ class LlmJudge:
         if not isinstance(answer, str):
             raise _RetryableError(RewardFailure.REQUEST, f"no chat completion: {text[:200]!r}")
         return replace_surrogates(answer)
-
-    def _without_key(self, text: str) -> str:
-        """Return a text of the endpoint without the API key, also in the form that it has in JSON."""
-        if self._key is None:
-            return text
-        in_json = json.dumps(self._key)[1:-1]
-        for key in (in_json.replace("/", r"\/"), in_json, self._key):
-            text = text.replace(key, "***")
-        return text
 
     def _body(self, values: dict[str, str]) -> dict[str, Any]:
         # Substitute all placeholders at once: a conversation that contains "{ground_truth}" must not receive it.
@@ -338,10 +323,7 @@ class LlmJudge:
 
     def _connected(self) -> httpx.AsyncClient:
         if self._client is None:
-            headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-            # The judge limits time and concurrency.
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-            self._client = httpx.AsyncClient(timeout=None, limits=limits, headers=headers)
+            self._client = open_client(self._key)
         return self._client
 
     @functools.cached_property
@@ -365,20 +347,6 @@ def _add_tokens(usage: collections.Counter[str], completion: Any) -> None:
 
 def _per_rollout(usage: collections.Counter[str], rollouts: int) -> dict[str, float]:
     return {name: total / rollouts for name, total in usage.items()}
-
-
-async def _read_content(response: httpx.Response) -> bytes:
-    """Return the decompressed content of a response.
-
-    Raises:
-        _RetryableError: if it is longer than `MAX_RESPONSE`; the rest is not read.
-    """
-    content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > MAX_RESPONSE:
-            raise _RetryableError(RewardFailure.REQUEST, f"a response of more than {MAX_RESPONSE} bytes")
-    return bytes(content)
 
 
 def shown_order(group_seed: int, count: int) -> list[int]:

@@ -4,7 +4,7 @@
 """An HTTP client of OpenAI's completions protocol, with retries."""
 
 import functools
-import logging
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -12,10 +12,8 @@ import httpx
 
 from marin_rl.sampling.config import AbstractServerConfig
 from marin_rl.sampling.sampler import SamplerError
+from marin_rl.utils.http_client import NoResponseError, open_client, post_json, without_key
 from marin_rl.utils.retry import retrying_async
-
-# httpx logs a line for each request.
-logging.getLogger("httpx").setLevel(logging.WARNING)
 
 _RETRIED_STATUSES = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
 """Client error statuses that are retried, in addition to all server errors (5xx)."""
@@ -49,12 +47,7 @@ class CompletionsClient:
 
     def open(self) -> httpx.AsyncClient:
         """Return connections for one event loop."""
-        return httpx.AsyncClient(
-            timeout=self._server.timeout,
-            verify=self._tls,
-            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
+        return open_client(self._key, self._tls)
 
     async def post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
         """Return the parsed response to a request.
@@ -73,23 +66,31 @@ class CompletionsClient:
     async def _post_once(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
         base_url, section = self._server.base_url.rstrip("/"), self._server.section
         try:
-            response = await client.post(f"{base_url}/completions", json=body)
-        except httpx.RequestError as error:
+            status, content = response = await post_json(
+                client, f"{base_url}/completions", body, seconds=self._server.timeout, tokens=_asked_tokens(body)
+            )
+        except NoResponseError as error:
             raise ServerLostError(
-                f"request {index}: the server at {base_url} does not respond ({type(error).__name__}: {error}); check "
-                f"that it is running, and check {section}.base_url and {section}.timeout"
+                f"request {index}: the server at {base_url} does not respond ({error}); check that it is running, and "
+                f"check {section}.base_url and {section}.timeout"
             ) from error
         # A server may repeat the key; it is replaced before the cut, which could leave a part of it.
-        status, text = response.status_code, response.text
-        text = (text if self._key is None else text.replace(self._key, "***"))[:500]
+        text = without_key(content.decode("utf-8", "replace"), self._key)[:500]
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _RETRIED_STATUSES:
             raise ServerLostError(f"request {index}: the server at {base_url} returned status {status}: {text}")
         if status != HTTPStatus.OK:
             remedy = _REMEDIES.get(status, "see the server's log").format(section=section)
             raise SamplerError(f"request {index}: {base_url} rejected it with status {status}: {text}; {remedy}")
         try:
-            return response.json()
+            return response.parse()
         except ValueError as error:
             raise ServerLostError(
                 f"request {index}: the response of the server at {base_url} is not JSON: {text[:200]!r}"
             ) from error
+
+
+def _asked_tokens(body: Mapping[str, Any]) -> int:
+    """Return a bound of the number of tokens that the response to a request describes."""
+    prompts = body["prompt"] if isinstance(body["prompt"][0], str | list) else [body["prompt"]]
+    # A text has at most as many tokens as bytes.
+    return sum(len(p.encode() if isinstance(p, str) else p) + body["max_tokens"] for p in prompts)

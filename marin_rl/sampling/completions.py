@@ -109,24 +109,10 @@ def read_completion(
     if len(tokens) > allowed or (reason is StopReason.LENGTH and len(tokens) != allowed):
         raise SamplerError(
             f"request {index}: the server returned {len(tokens)} tokens without a final stop token, of {allowed} "
-            f"allowed, with finish_reason {choice.get('finish_reason')!r}; it must honour stop_token_ids, stop, "
+            f"allowed, with finish_reason {_shown(choice.get('finish_reason'))}; it must honour stop_token_ids, stop, "
             "ignore_eos and max_tokens, return the stop token, and add no other ones (vLLM: --generation-config vllm)"
         )
     return Generation(tuple(tokens[:end]), tuple(logprobs[:end]), reason, version, version)
-
-
-def most_likely_logprob(response: object, index: int) -> float | None:
-    """Return the log-probability of the most likely first token; None if the response does not include it.
-
-    Args:
-        response: the server's response, parsed.
-        index: index of the request, for error messages.
-    """
-    [choice] = _choices(response, index, 1)
-    listed = _logprobs_field(choice, "top_logprobs")
-    if not isinstance(listed, list) or not listed or not isinstance(listed[0], Mapping):
-        return None
-    return max((float(value) for value in listed[0].values() if _is_logprob(value)), default=None)
 
 
 def echo_body(model: str, prompts: Sequence[Sequence[int] | str]) -> dict[str, Any]:
@@ -221,5 +207,8 @@ def _is_logprob(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "a nested value"
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -115,7 +115,7 @@ class AbstractServerConfig(ConfigSection):
     api_key_env: str | None = None
     """Environment variable with the API key, sent as a bearer token; null for a server without keys."""
     timeout: Annotated[float, Gt(0)] = 600.0
-    """Seconds without data from the server before a request fails. It must exceed the time of the longest answer."""
+    """Time limit of a request in seconds, from connecting to the last byte of the response."""
     retry: RetryConfig = RetryConfig()
     """Retries when the server does not respond, or responds that it is temporarily unavailable."""
 

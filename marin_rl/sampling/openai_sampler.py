@@ -5,36 +5,20 @@
 
 import asyncio
 import contextlib
-import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 
-import httpx
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.client import CompletionsClient
-from marin_rl.sampling.completions import completion_body, most_likely_logprob, read_completion
+from marin_rl.sampling.completions import completion_body, read_completion
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplingConfig
-from marin_rl.sampling.sampler import (
-    SampledTokens,
-    Sampler,
-    SampleRequest,
-    SamplerError,
-    check_requests,
-)
+from marin_rl.sampling.policy_check import LearnerLogprobs, PolicyCheck
+from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest, check_requests
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
 
-logger = logging.getLogger(__name__)
-
 _ADVANCE_SECONDS = 0.05
 """Longest wait for a generation before further requests can start."""
-
-_PROBE_TEMPERATURE = 2.0
-_SAME = 1e-3
-"""Nats; two log-probabilities that differ by less are considered equal."""
-_EXTREME = 1e-2
-"""Nats; a distribution this close to deterministic or to uniform hardly changes with the temperature."""
 
 
 class OpenAiSampler(Sampler):
@@ -54,6 +38,7 @@ class OpenAiSampler(Sampler):
         token_bytes: Callable[[int], bytes] | None = None,
         version: WeightVersion = 0,
         load_weights: Callable[[LmHeadModel, WeightVersion], None] = lambda model, version: None,
+        learner: LearnerLogprobs | None = None,
     ) -> None:
         """Read the API key, without sending a request.
 
@@ -66,6 +51,7 @@ class OpenAiSampler(Sampler):
             token_bytes: returns the bytes that a token adds to the text; needed for stop texts.
             version: number of training steps that produced the server's weights.
             load_weights: makes the server load weights; the default is for a server with fixed weights.
+            learner: computes log-probs with weights that the server has loaded, to compare them; None: no comparison.
 
         Raises:
             ValueError: if the environment variable for the API key is not set.
@@ -73,6 +59,7 @@ class OpenAiSampler(Sampler):
         self.version = version
         """Number of training steps that produced the server's weights."""
         self._load_weights = load_weights
+        self._check = None if learner is None else PolicyCheck(learner, config.temperature, server.base_url)
         self._server = server
         self._config = config
         self._stop_ids = frozenset(stop_token_ids)
@@ -181,48 +168,17 @@ class OpenAiSampler(Sampler):
         await self._client.aclose()
 
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
-        """Make the server load weights; returns when they are loaded.
+        """Make the server load weights; returns when they are loaded, and the server samples from them.
 
         Args:
             model: the new weights.
             version: number of training steps that produced them.
+
+        Raises:
+            SamplerError: if the server does not answer, or its log-probs are not those of the weights.
         """
         self._load_weights(model, version)
         self.version = version
-
-    def check_server(self) -> None:
-        """Verify that the server returns token ids and log-probs at the sampling temperature, with one-token requests.
-
-        If the temperature is not 1, the log-prob of the most likely token must depend on it. A server that reports
-        log-probs of the unscaled logits (vLLM's `raw_logprobs`, its default) returns the same value at any temperature.
-
-        Raises:
-            SamplerError: if the server fails a check.
-        """
-        self.sample([SampleRequest((0,), seed=0, max_new_tokens=1)])
-        if self._config.temperature == 1.0:
-            return
-
-        async def most_likely(client: httpx.AsyncClient, index: int) -> float | None:
-            request = SampleRequest((0,), seed=0, max_new_tokens=1, temperature=(1.0, _PROBE_TEMPERATURE)[index])
-            body = completion_body(self._server.model, request, 1, self._stop_ids)
-            return most_likely_logprob(await self._http.post(client, index, body), index)
-
-        async def most_likely_of_both() -> list[float | None]:
-            async with self._http.open() as client:
-                return [await most_likely(client, index) for index in range(2)]
-
-        plain, warm = asyncio.run(most_likely_of_both())
-        if plain is None or warm is None or plain > -_EXTREME or abs(plain + math.log(self._vocab_size)) < _EXTREME:
-            logger.warning(
-                "could not verify that the log-probs of %s are those at the sampling temperature; check the metrics "
-                "mismatch/* of the first step",
-                self._server.base_url,
-            )
-        elif abs(plain - warm) < _SAME:
-            raise SamplerError(
-                f"the server at {self._server.base_url} returns the same log-prob ({plain:.6g}) at temperature 1 and "
-                f"{_PROBE_TEMPERATURE:g}, but sampling.temperature is {self._config.temperature}, and log-probs must "
-                "be those of the sampled distribution; start vLLM with --logprobs-mode processed_logprobs, or set "
-                "sampling.temperature: 1.0"
-            )
+        if self._check is not None:
+            requests = self._check.requests(self._vocab_size, self._max_context, self._config.max_new_tokens)
+            self._check.compare(model, version, requests, self.sample(requests))

@@ -7,7 +7,7 @@ A policy to be served may also be in a folder in Hugging Face format.
 """
 
 import dataclasses
-import itertools
+import functools
 import json
 import math
 import shutil
@@ -16,21 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.rollout_batch import NO_TURN, make_batch
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
 from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig, TrainerConfig
-from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
-from marin_rl.learner.policy_spec import with_config
-from marin_rl.learner.scoring import Scorer
+from marin_rl.learner.scoring import sequence_scorer
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
 from marin_rl.model_parts import AbstractModelParts
 from marin_rl.models.lora import merge_adapter
@@ -329,23 +324,16 @@ def prompt_scorer(
         pad_token_id: token id of padding.
     """
     platform = platform_of(trainer)
-    kernel = attention_kernel(model.config, platform)
-    length = kernel.fit(max_context)
-    rows = -(-TOKENS_PER_MICROBATCH[platform] // length) * trainer.data_axis_size
-    layout, block = RowLayout(length, rows, packed=True), LOGPROB_BLOCK_SIZE[platform]
-    scorer = Scorer(trainer, layout, pad_token_id=pad_token_id, temperature=1.0, block_size=block, capacity=8)
-    model = with_config(merge_adapter(model), kernel.configure(model.config, length), trainer)
-
-    def score(prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
-        sizes = [*map(len, prompts)]
-        turn_ids = np.zeros(sum(sizes), np.int32)
-        turn_ids[np.cumsum([0, *sizes[:-1]])] = NO_TURN
-        input_ids = np.array([*itertools.chain.from_iterable(prompts)], np.int32)
-        names = [*map(str, range(len(sizes)))]
-        batch = make_batch(names, [[size] for size in sizes], input_ids=input_ids, turn_ids=turn_ids)
-        return [part.tolist() for part in batch.actions(scorer.score(model, batch).logprobs)]
-
-    return score
+    score = sequence_scorer(
+        model.config,
+        trainer,
+        max_context,
+        pad_token_id=pad_token_id,
+        temperature=1.0,
+        block_size=LOGPROB_BLOCK_SIZE[platform],
+        tokens=TOKENS_PER_MICROBATCH[platform],
+    )
+    return functools.partial(score, merge_adapter(model))
 
 
 def _stop_texts(folder: Path) -> tuple[str, ...]:

@@ -7,20 +7,26 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
+from marin_rl.sampling.policy_check import NEW_TOKENS, PROMPTS
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.types import StopReason
+from marin_rl.utils.http_client import response_limit
 from marin_rl.utils.retry import RetryConfig
-from tests.sampling.completions_server import CompletionsServer, Raw, TableEngine, error, serving
+from tests.sampling.completions_server import CompletionsServer, Continued, Raw, TableEngine, error, serving
 
 LOGITS = [0.5, -1.0, 2.0, 0.0, 0.25, -0.5]
 STOP = 5
@@ -148,6 +154,10 @@ LOST = [
     (Raw(200, b'{"choices": [', 4000), "does not respond .RemoteProtocolError: peer closed connection"),
     (Raw(200, b'{"choices": ['), "is not JSON"),
     (Raw(200, b"<html>\xff"), "is not JSON: '<html>"),
+    (Raw(200, b"[" * 100_000), "is not JSON: '\\[\\["),
+    (Raw(200, b'{"choices": %s}' % (b"1" * 10_000)), "is not JSON"),
+    # Three tokens of prompt, and eight new ones.
+    (Raw(200, b" " * (response_limit(3 + 8) + 1)), f"does not respond .a response of more than {2**20 + 11 * 2**10} b"),
 ]
 
 
@@ -183,7 +193,7 @@ def test_lost_response_does_not_affect_other_requests(server: CompletionsServer)
 
 def test_missing_response_times_out(server: CompletionsServer):
     server.hold = threading.Barrier(2)
-    with pytest.raises(SamplerError, match=r"does not respond \(ReadTimeout: .*sampler.timeout"):
+    with pytest.raises(SamplerError, match=r"does not respond \(no complete response within 0\.2 s\).*sampler.timeout"):
         sampler_of(server, timeout=0.2).sample([REQUEST])
     server.hold.abort()
 
@@ -280,35 +290,118 @@ def test_api_key_is_sent_and_never_logged(
     assert "wrong-key" not in caplog.text
 
 
-# The check of the server.
+# The check after a reload.
 
 
-def check(server: CompletionsServer, temperature: float) -> None:
-    sampler_of(server, config=SamplingConfig(max_new_tokens=16, max_seqs=8, temperature=temperature)).check_server()
+class Policy(NamedTuple):
+    """Logits of the next token after each token."""
+
+    logits: np.ndarray
+
+    def logprobs(self, tokens: Sequence[int], temperature: float, dtype: Any = np.float64) -> list[float]:
+        """Return the log-probs of the tokens after the first, with logits of a type."""
+        logits = self.logits.astype(dtype).astype(float)[[*tokens[:-1]]] / temperature
+        chosen = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return chosen[np.arange(len(tokens) - 1), [*tokens[1:]]].tolist()
+
+
+def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float) -> Any:
+    return tuple(
+        [model.policy.logprobs(tokens, temperature, dtype) for tokens in sequences] for dtype in (np.float64, BFLOAT16)
+    )
+
+
+BFLOAT16 = ml_dtypes.bfloat16
+NORMAL = np.random.default_rng(3).normal(size=(2, 6, 6)) * 2
+OLD, NEW = Policy(NORMAL[0]), Policy(NORMAL[0] + 0.05 * NORMAL[1])
+PART = Policy(np.where(np.arange(6) < 3, OLD.logits, NEW.logits))
+"""New weights with half of the old head."""
+
+
+@dataclasses.dataclass
+class PolicyEngine:
+    """Serves a policy; its faults are those of real servers."""
+
+    policy: Policy
+    dtype: Any = np.float32
+    raw: bool = False
+    shift: int = 0
+    vocab_size: int = 6
+    max_model_len: int = 64
+
+    def complete(self, body: Any) -> Continued:
+        rng, tokens = np.random.default_rng(body["seed"]), [*body["prompt"]]
+        for _ in range(body["max_tokens"]):
+            row = [self.policy.logprobs([tokens[-1], token], body["temperature"]) for token in range(6)]
+            tokens.append(int(rng.choice(5, p=np.exp(row)[:5, 0] / np.exp(row)[:5, 0].sum())))
+        told = self.policy.logprobs(tokens, 1.0 if self.raw else body["temperature"], self.dtype)
+        new = tokens[len(body["prompt"]) :]
+        return Continued(new, np.roll(told[-len(new) :], self.shift).tolist(), [{} for _ in new])
+
+
+def checked(server: CompletionsServer, *engines: PolicyEngine, temperature: float = 1.0) -> None:
+    """Serve an engine after each reload, of the old weights and then always of the new ones."""
+    left = iter(engines)
+
+    def load(model: Any, version: int) -> None:
+        server.engine = next(left)
+
+    sampler = OpenAiSampler(
+        OpenAiSamplerConfig(base_url=server.url, model="policy", reload=RELOAD, retry=ONCE),
+        config=SamplingConfig(max_new_tokens=16, max_seqs=8, temperature=temperature),
+        stop_token_ids=(STOP,),
+        max_context=64,
+        vocab_size=6,
+        load_weights=load,
+        learner=learner,
+    )
+    for version in range(len(engines)):
+        sampler.update_weights(Mock(spec=LmHeadModel, policy=NEW if version else OLD), version)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+def test_a_server_that_rounds_passes(server: CompletionsServer, dtype: Any, temperature: float):
+    engines = [PolicyEngine(policy, dtype) for policy in (OLD, NEW, NEW)]
+    checked(server, *engines, temperature=temperature)
+    assert len(server.received) == 3 * PROMPTS
+    assert all(body["max_tokens"] <= NEW_TOKENS and len(body["prompt"]) == 8 for body in server.received)
+
+
+FAULTS = {
+    "another model at the start": ([PolicyEngine(NEW)], "it serves another model"),
+    "the weights of the last version": ([PolicyEngine(OLD), PolicyEngine(OLD)], "its answers are those of version 0"),
+    "a part of the weights": ([PolicyEngine(OLD), PolicyEngine(PART)], "it loaded a part of the weights: with tied"),
+    "the version before the last": (
+        [PolicyEngine(OLD), PolicyEngine(NEW), PolicyEngine(OLD)],
+        "it loaded a part of the weights",
+    ),
+    "log-probs of another token": ([PolicyEngine(OLD, shift=1)], "those of the token before or after"),
+    "log-probs of another token, before": ([PolicyEngine(OLD, shift=-1)], "those of the token before or after"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_a_server_with_another_policy_is_refused(server: CompletionsServer, name: str, temperature: float):
+    engines, cause = FAULTS[name]
+    checked(server, *engines[:-1], temperature=temperature)
+    with pytest.raises(SamplerError, match=rf"{server.url} does not sample from version .*{cause}"):
+        checked(server, *engines, temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_check_rejects_raw_log_probs_and_accepts_processed_ones(
-    server: CompletionsServer, temperature: float, caplog: pytest.LogCaptureFixture
-):
-    check(server, temperature)
-    assert "could not verify" not in caplog.text
-    server.engine = TableEngine(LOGITS, raw=True)
-    with pytest.raises(SamplerError, match=f"temperature is {temperature}.*--logprobs-mode processed_logprobs"):
-        check(server, temperature)
-    check(server, 1.0)
-    # A uniform distribution is the same at all temperatures.
-    server.engine = TableEngine([0.0] * 6, raw=True)
-    check(server, temperature)
-    assert "could not verify" in caplog.text
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_log_probs_at_temperature_1_are_refused(server: CompletionsServer, dtype: Any, temperature: float):
+    with pytest.raises(SamplerError, match=f"temperature is {temperature}; .*--logprobs-mode processed_logprobs"):
+        checked(server, PolicyEngine(OLD, dtype, raw=True), temperature=temperature)
+    checked(server, PolicyEngine(OLD, dtype, raw=True))
 
 
-@pytest.mark.parametrize("top", [None, [], [None], [{}]])
-def test_server_without_top_logprobs_is_accepted(server: CompletionsServer, top: Any, caplog: pytest.LogCaptureFixture):
-    def change(answer: dict[str, Any]) -> dict[str, Any]:
-        answer["choices"][0]["logprobs"]["top_logprobs"] = top
-        return answer
-
-    server.change = change
-    check(server, 0.6)
-    assert "could not verify" in caplog.text
+@pytest.mark.parametrize(
+    ("value", "problem"), [([math.nan] * NEW_TOKENS, "Check the weights for NaN"), (None, "must honour logprobs")]
+)
+def test_a_check_without_log_probs_is_refused(server: CompletionsServer, value: Any, problem: str):
+    server.change = changed_choice(logprobs={"token_logprobs": value})
+    with pytest.raises(SamplerError, match=problem):
+        checked(server, PolicyEngine(OLD))

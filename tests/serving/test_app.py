@@ -214,7 +214,6 @@ def test_a_run_can_sample_from_the_server(
         vocab_size=TOKENIZER.vocab_size,
         token_bytes=piece,
     )
-    client.check_server()
     requests = [SampleRequest((*PROMPT, seed), seed, 10 + seed, (0.0, 0.8)[seed % 2]) for seed in range(20)]
     table = stop_table(TOKENIZER.vocab_size, TOKENIZER.stop_token_ids, stop, piece)
     whole = bare.sample(requests)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
-from marin_rl.sampling.sampler import SamplerError
+from marin_rl.sampling.policy_check import PROMPTS
 from marin_rl.training.earlier_run import resolve_model
-from marin_rl.training.open_run import open_run
 from tests.distributed.thread_workers import thread_workers
-from tests.sampling.completions_server import CompletionsServer, serving
+from tests.sampling.completions_server import CompletionsServer, SamplerEngine, serving
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome
 from tests.training.levanter_server import Loader, config_of, served_by
 
@@ -27,6 +26,8 @@ SHORT = {
     "checkpoint": {"every": 1, "keep_every": 1},
 }
 """A warm start, three steps, and few evaluation tasks."""
+
+NO_START = {**SHORT, "warm_start__max_steps": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +106,8 @@ def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: 
         assert found[part] == own[part], part
     # The worker may receive the last announcement before the stop.
     assert loader.loaded[:3] == ["version-0", "version-1", "version-2"]
-    # One check of the server, and the rollouts of the training steps.
-    assert len(pair.server.received) == asked + 1 + 48
+    # The check after each reload, and the rollouts of the training steps.
+    assert len(pair.server.received) == asked + PROMPTS * len(loader.loaded) + 48
 
 
 def test_server_reload_error_ends_an_async_run(
@@ -154,19 +155,23 @@ def test_server_without_weights_fails_before_training(
     assert "Traceback" not in error
 
 
-def test_raw_log_probs_are_rejected_at_the_start(
-    pair: Pair, finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_keeps_old_weights_ends_the_run(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Only at temperatures other than 1."""
+    """It reports success. The first reload is that of the start."""
+    run = make_run(
+        tmp_path, initialize_from=str(pair.own.path), sampler=served_by(pair.server, tmp_path / "weights"), **NO_START
+    )
+    loader = Loader(pair.loader.config, tmp_path / "weights" / "current")
+    engines: list[SamplerEngine] = []
 
-    def same_at_all_temperatures(answer: dict[str, Any]) -> dict[str, Any]:
-        answer["choices"][0]["logprobs"]["top_logprobs"][0] = {"<1>": -1.5}
-        return answer
+    def load_once() -> SamplerEngine:
+        engines.append(engines[0] if engines else loader())
+        return engines[0]
 
-    monkeypatch.setattr(pair.server, "change", same_at_all_temperatures)
-    config = resolve_model(config_of(pair.served))
-    sampling = dataclasses.replace(config.sampling, temperature=0.7)
-    run = new_run()
-    pair.server.load = pair.loader
-    with pytest.raises(SamplerError, match=r"sampling.temperature is 0\.7.*--logprobs-mode processed_logprobs"):
-        open_run(dataclasses.replace(config, sampling=sampling), run.path, lambda line: None)
+    monkeypatch.setattr(pair.server, "load", load_once)
+    assert run.train() == 1
+    error = " ".join(capfd.readouterr().err.split())
+    assert "does not sample from version 1 of the policy" in error
+    assert "its answers are those of version 0" in error
+    assert "Traceback" not in error

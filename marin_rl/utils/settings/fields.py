@@ -219,6 +219,8 @@ def check_address(key: str, address: str, key_setting: str) -> None:
     Raises:
         ValueError: if it is no address, or contains a user or a password; the message names the setting.
     """
+    import httpx  # It takes 0.3 s, which commands without a server need not wait.
+
     # The message of another mistake would contain the password.
     if "@" in address or "?" in address or "#" in address:
         raise ValueError(
@@ -228,10 +230,15 @@ def check_address(key: str, address: str, key_setting: str) -> None:
     try:
         parts = urllib.parse.urlsplit(address)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        # `urlsplit` removes line breaks; httpx refuses other characters, and names that cannot be hosts.
+        is_valid &= address.isprintable() and " " not in address and bool(httpx.URL(address).host)
+    except (ValueError, httpx.InvalidURL):
         is_valid = False
     if not is_valid:
-        raise ValueError(f"{key} is {address!r}; it must be an address such as http://localhost:8000/v1")
+        raise ValueError(
+            f"{key} is {address[:200]!r}; it must be an address such as http://localhost:8000/v1, without spaces or "
+            "line breaks"
+        )
 
 
 def is_loopback(host: str) -> bool:
