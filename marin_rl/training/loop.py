@@ -161,6 +161,7 @@ class TrainingRun(AbstractRun[TrainConfig]):
             self.publish_weights()
         elapsed = time.perf_counter() - started
         metrics |= trained
+        metrics["updates/skipped"] = float(self.config.updates.per_step - len(updates))
         metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
         metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
         metrics["seconds/compile"] = compile_clock().seconds - compiled
@@ -309,10 +310,9 @@ def train_on_groups(
     while_updating(batch)
     with timer.phase("step"):
         finished = [update.wait() for update in pending]
-    metrics: dict[str, float] = {}
+    metrics = dict(batch.mismatch or {})
     if finished:
-        metrics |= loss_metrics(finished)
-        metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(finished))
+        metrics = loss_metrics(finished) | (metrics or mismatch_metrics(first_log_ratios(finished)))
     return TrainedStep(state, updates, metrics | dict(batch.metrics))
 
 
