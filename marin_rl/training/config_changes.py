@@ -376,7 +376,8 @@ def finished_progress(
     Changes no file. The arguments are those of `plan_changes`; a start that accepts changed files does something.
     """
     with writing(directory.path):
-        if accept_changes or not directory.config.is_file() or plan_changes(directory, config, named):
+        # Changes are planned first: a change that cannot be is refused before anything is written.
+        if not directory.config.is_file() or plan_changes(directory, config, named) or accept_changes:
             return None
         steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
         if steps[-1:] != [config.num_steps] or exported_step(directory) != config.num_steps:
