@@ -3,6 +3,7 @@
 
 """Evaluation of a policy: accuracy, pass@k and the loss of reference answers on held-out tasks."""
 
+import collections
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_demonstration, join_batches
 from marin_rl.config.sections import EvaluationConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.pass_at_k import pass_at_k
@@ -18,6 +20,9 @@ from marin_rl.rollouts.metrics import is_correct, is_judged
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.types import RolloutGroup, Task
+
+MAX_STANDARD_ERROR = 0.1
+"""Standard error of an accuracy above which a split is too small, that of fewer than 25 tasks."""
 
 
 def evaluate(
@@ -108,6 +113,41 @@ def reference_loss(
         metrics[f"eval/{environment}/loss"] = -total / num_tokens
         metrics[f"eval/{environment}/loss_tokens"] = float(num_tokens)
     return metrics
+
+
+def small_split_warnings(config: TrainConfig, runner: RolloutRunner, *, warm_start: bool) -> list[str]:
+    """Return a sentence for each split whose tasks are too few to measure an accuracy.
+
+    Args:
+        config: config of the run.
+        runner: environment and limits.
+        warm_start: whether the run begins with its warm start, if it has one.
+    """
+    counts = {Split.HELD_OUT: config.evaluation.tasks}
+    if warm_start and config.warm_start.max_steps:
+        counts[Split.VALIDATION] = config.warm_start.check_tasks
+    warnings = []
+    for split, count in counts.items():
+        tasks = first_of_each(runner.environment.tasks(split), count, runner) if count else []
+        by_environment = collections.Counter(task.environment for task in tasks)
+        noun, samples = f"{split.value.replace('_', '-')} tasks", config.evaluation.samples
+        if split is Split.VALIDATION:
+            decides, key, size = "when the warm start stops", "warm_start.check_tasks", len(tasks)
+        else:
+            decides, key, size = "the curves of the run", "evaluation.tasks", min(by_environment.values(), default=0)
+            noun += f" x {samples} samples" if samples > 1 else ""
+        remedy = f"use more tasks, with environment.{split.value} and {key}"
+        warnings += small_sample_warning(size, noun, decides, remedy)
+    return warnings
+
+
+def small_sample_warning(count: int, noun: str, decides: str, remedy: str) -> list[str]:
+    """Warn if tasks or rows, of which the attempts may be all alike, give an accuracy that hardly tells anything."""
+    # The standard deviation of an accuracy is largest at 0.5.
+    error = 0.5 / math.sqrt(max(count, 1))
+    if count == 0 or error <= MAX_STANDARD_ERROR:
+        return []
+    return [f"only {count:,} {noun} decide {decides}: the standard error of an accuracy is up to {error:.2f}; {remedy}"]
 
 
 def describe_accuracy(evaluation: Mapping[str, float]) -> str:

@@ -37,6 +37,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.advice import Advice
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
@@ -129,6 +130,8 @@ class TrainingRun(AbstractRun[TrainConfig]):
     """Stores rollouts."""
     failures: FailureReports
     """Reports failed rollouts."""
+    advice: Advice
+    """Reports steps without signal and slow rewards."""
 
     def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Collect groups, train on them and publish the new weights; return the metrics of the step."""
@@ -165,6 +168,7 @@ class TrainingRun(AbstractRun[TrainConfig]):
         metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
         metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
         metrics["seconds/compile"] = compile_clock().seconds - compiled
+        self.advice.add(step, collected.sampled, metrics)
         assert self.config.model is not None
         return metrics | model_flops_utilization(
             self.config.model, progress.vocab_size, updates, update_seconds(timer.seconds)

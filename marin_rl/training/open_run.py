@@ -31,9 +31,10 @@ from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.tokenization.load import TokenPieces
+from marin_rl.training.advice import Advice
 from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.collect import GroupCollector
-from marin_rl.training.evaluation import describe_accuracy, evaluate
+from marin_rl.training.evaluation import describe_accuracy, evaluate, small_split_warnings
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.references import References
 from marin_rl.training.run_state import REPLAY, RUN_FILES, Progress, RunFiles, RunState, compare_on_resume
@@ -123,6 +124,8 @@ def open_run(
             trainer_state, progress = loaded.state, loaded.progress
             report_resume(loaded, checkpoints, report)
             runner = _open_runner(parts, reward_functions, policy_of(trainer_state.model), progress.step)
+        for warning in small_split_warnings(config, runner, warm_start=loaded is None):
+            report(f"warning: {warning}")
         rollout_source = _open_rollout_source(parts, inputs, runner, progress)
         replay = config.effective_replay
         state = RunState.create(
@@ -165,6 +168,7 @@ def open_run(
             runner=runner,
             store=store,
             failures=FailureReports(report),
+            advice=Advice(report, reward_functions.separate_calls),
             checkpoints=checkpoints,
             resources=resources.pop_all(),
             files=files,
