@@ -136,11 +136,6 @@ class KlConfig(ConfigSection, draccus.ChoiceRegistry):
     """Whether every update runs the model of the reference."""
 
     @property
-    def is_in_loss(self) -> bool:
-        """Whether the loss has a term of the penalty, which has a gradient without advantages."""
-        return self.needs_teacher
-
-    @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are used."""
         return self.beta > 0
@@ -202,11 +197,6 @@ class LossKlConfig(KlConfig):
     """Weight of the penalty, in loss per nat. With 0 no reference is needed."""
     estimator: KlEstimator = KlEstimator.K2
     """The estimator: k1 | k2 | k3 | k3_plus. k2 and k3_plus have the gradient of the reverse KL."""
-
-    @property
-    def is_in_loss(self) -> bool:
-        """Whether β is above 0."""
-        return self.needs_reference
 
     def loss_terms(
         self, logprobs: Float[Array, "*shape"], reference_logprobs: Float[Array, "*shape"]

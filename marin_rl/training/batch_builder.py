@@ -21,7 +21,7 @@ from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInput
 from marin_rl.objectives.aggregation import AggregationConfig
 from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
-from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig
+from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig, LossKlConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.run_parts import RunParts
@@ -328,7 +328,10 @@ def make_batch_builder(
         updates=config.updates,
         has_critic=config.critic is not None,
         learns_without_advantages=(
-            config.critic is not None or config.kl.is_in_loss or not config.policy_loss.needs_advantage
+            config.critic is not None
+            or config.kl.needs_teacher
+            or (isinstance(config.kl, LossKlConfig) and config.kl.beta > 0)
+            or not config.policy_loss.needs_advantage
         ),
         observation_loss=config.observation_loss is not None,
         max_length=config.rollouts.max_length,

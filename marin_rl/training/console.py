@@ -406,7 +406,7 @@ def print_summary(
     in_steps = seconds.pop("compile", 0.0)
     totals: dict[str, int | float | str] = {"updates": progress.updates}
     if skipped := sum(record.get("updates/skipped", 0) for record in records):
-        totals["updates"] = f"{progress.updates:,}, and {skipped:,.0f} left out, which had no gradient"
+        totals["updates"] = f"{progress.updates:,}; {skipped:,.0f} without a gradient were left out"
     silent, groups = (sum(counts) for counts in zip(*map(count_silent, records), (0, 0), strict=True))
     if 2 * silent > groups:
         totals["no signal"] = f"in {silent:,} of {groups:,} groups"

@@ -311,7 +311,7 @@ def _check_prompts(found: DryRun, parts: RunParts, runner: RolloutRunner, vocab_
         for split, tasks in used.items():
             if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
                 found.line(f"{split.value.replace('_', '-')} prompts", described)
-    found.warnings += found.attempt(evaluation.small_split_warnings, parts.config, runner, warm_start=True) or ()
+    found.warnings += found.attempt(evaluation.small_split_warnings, parts.config, runner) or ()
     # A template that rejects it has been reported.
     with contextlib.suppress(ChatTemplateError):
         for task in train[:1]:

@@ -115,39 +115,29 @@ def reference_loss(
     return metrics
 
 
-def small_split_warnings(config: TrainConfig, runner: RolloutRunner, *, warm_start: bool) -> list[str]:
-    """Return a sentence for each split whose tasks are too few to measure an accuracy.
-
-    Args:
-        config: config of the run.
-        runner: environment and limits.
-        warm_start: whether the run begins with its warm start, if it has one.
-    """
-    counts = {Split.HELD_OUT: config.evaluation.tasks}
-    if warm_start and config.warm_start.max_steps:
-        counts[Split.VALIDATION] = config.warm_start.check_tasks
+def small_split_warnings(config: TrainConfig, runner: RolloutRunner) -> list[str]:
+    """Return a sentence for each split of a new run whose tasks are too few to measure an accuracy."""
+    held_out, check_tasks = config.evaluation, config.warm_start.check_tasks if config.warm_start.max_steps else 0
+    samples = f" x {held_out.samples} samples" if held_out.samples > 1 else ""
     warnings = []
-    for split, count in counts.items():
+    for split, count, noun, decided in (
+        (Split.VALIDATION, check_tasks, "validation tasks", "when the warm start stops (warm_start.check_tasks)"),
+        (Split.HELD_OUT, held_out.tasks, f"held-out tasks{samples}", "the curves of the run (evaluation.tasks)"),
+    ):
         tasks = first_of_each(runner.environment.tasks(split), count, runner) if count else []
         by_environment = collections.Counter(task.environment for task in tasks)
-        noun, samples = f"{split.value.replace('_', '-')} tasks", config.evaluation.samples
-        if split is Split.VALIDATION:
-            decides, key, size = "when the warm start stops", "warm_start.check_tasks", len(tasks)
-        else:
-            decides, key, size = "the curves of the run", "evaluation.tasks", min(by_environment.values(), default=0)
-            noun += f" x {samples} samples" if samples > 1 else ""
-        remedy = f"use more tasks, with environment.{split.value} and {key}"
-        warnings += small_sample_warning(size, noun, decides, remedy)
+        size = min(by_environment.values(), default=0) if split is Split.HELD_OUT else len(tasks)
+        warnings += small_sample_warning(size, noun, decided, f"environment.{split.value}")
     return warnings
 
 
-def small_sample_warning(count: int, noun: str, decides: str, remedy: str) -> list[str]:
-    """Warn if tasks or rows, of which the attempts may be all alike, give an accuracy that hardly tells anything."""
+def small_sample_warning(count: int, noun: str, decided: str, key: str) -> list[str]:
+    """Warn if the accuracy of tasks or rows has a large standard error, that of attempts which are all alike."""
     # The standard deviation of an accuracy is largest at 0.5.
     error = 0.5 / math.sqrt(max(count, 1))
     if count == 0 or error <= MAX_STANDARD_ERROR:
         return []
-    return [f"only {count:,} {noun} decide {decides}: the standard error of an accuracy is up to {error:.2f}; {remedy}"]
+    return [f"only {count} {noun} decide {decided}: an accuracy has a standard error of up to {error:.2f}; raise {key}"]
 
 
 def describe_accuracy(evaluation: Mapping[str, float]) -> str:

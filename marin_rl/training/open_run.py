@@ -124,8 +124,6 @@ def open_run(
             trainer_state, progress = loaded.state, loaded.progress
             report_resume(loaded, checkpoints, report)
             runner = _open_runner(parts, reward_functions, policy_of(trainer_state.model), progress.step)
-        for warning in small_split_warnings(config, runner, warm_start=loaded is None):
-            report(f"warning: {warning}")
         rollout_source = _open_rollout_source(parts, inputs, runner, progress)
         replay = config.effective_replay
         state = RunState.create(
@@ -271,6 +269,8 @@ def _start(
     progress = Progress(vocab_size=parts.assemble(policy).vocab_size, base=parts.base_fingerprint)
     stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
     failures = FailureReports(report)
+    for warning in small_split_warnings(config, runner):
+        report(f"warning: {warning}")
 
     def measure(milestone: str) -> list[RolloutGroup]:
         if not config.evaluation.tasks:

@@ -239,9 +239,8 @@ def open_supervised(
 
 def small_held_out(data: Data) -> list[str]:
     """Return a warning if the held-out rows are too few to measure anything."""
-    noun = "pairs" if data.train.examples[0].chosen else "rows"
-    remedy = "hold out more of them, with the key held_out of the data"
-    return small_sample_warning(len(data.held_out.examples), f"held-out {noun}", "the held-out curves", remedy)
+    noun = f"held-out {'pairs' if data.train.examples[0].chosen else 'rows'}"
+    return small_sample_warning(len(data.held_out.examples), noun, "the held-out curves", "held_out")
 
 
 def describe_held_out(metrics: Mapping[str, float]) -> str:

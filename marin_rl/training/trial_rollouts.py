@@ -268,24 +268,23 @@ def _shown(text: str) -> str:
 def trial_problems(trials: Sequence[Sequence[Trial]]) -> list[str]:
     """Return a sentence for each reward function that gives no score to replies which are only wrong.
 
-    A result that is no number is always one. An error counts if it is raised for most of the garbage, because a
-    function may raise an error for a reply that cannot be scored.
+    One result that is no number suffices. Errors count if most garbage raises them: some replies cannot be scored.
     """
     every = [trial for of_task in trials for trial in of_task]
-    failed: dict[str, list[tuple[Trial, RewardFailure | None]]] = collections.defaultdict(list)
-    for trial in every:
-        for result in trial.rollout.evaluations:
-            if result.failure in (RewardFailure.INVALID_ANSWER, RewardFailure.RAISED):
-                failed[result.component].append((trial, result.failure))
-    num_garbage = sum(trial.is_garbage for trial in every)
-    return [
-        f"reward function {name!r} gives no score to {len(found)} of {len(every)} trial replies, and the policy does "
-        "not learn to avoid replies without a score: return 0.0 for a wrong reply. The first is "
-        f"{found[0][0].reply.name}: {found[0][0].rollout.error}"
-        for name, found in failed.items()
-        if any(cause is RewardFailure.INVALID_ANSWER for _, cause in found)
-        or 2 * sum(trial.is_garbage for trial, _ in found) > num_garbage
-    ]
+    failed = [(result, trial) for trial in every for result in trial.rollout.evaluations if result.failure is not None]
+    problems = []
+    for name in dict.fromkeys(result.component for result, _ in failed):
+        causes = [(result.failure, trial) for result, trial in failed if result.component == name]
+        invalid = [trial for cause, trial in causes if cause == RewardFailure.INVALID_ANSWER]
+        raised = [trial for cause, trial in causes if cause == RewardFailure.RAISED]
+        if invalid or 2 * sum(trial.is_garbage for trial in raised) > sum(trial.is_garbage for trial in every):
+            first = (invalid or raised)[0]
+            problems.append(
+                f"reward function {name!r} gives {len(invalid + raised)} of {len(every)} trial replies no score, and "
+                "rollouts without a score are not trained on: return 0.0 for a wrong reply. The first is "
+                f"{first.reply.name}: {first.rollout.error}"
+            )
+    return problems
 
 
 def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequence[Sequence[Trial]]) -> list[str]:
@@ -304,11 +303,7 @@ def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequ
     warnings = []
     # Rewards of the control are random on purpose.
     if not isinstance(section, RandomRewardConfig):
-        warnings = [
-            *_rewarded_garbage(trials, allowed=allowed),
-            *_constant_functions(every),
-            *_unrewarded_answers(trials),
-        ]
+        warnings = [*_rewarded_garbage(trials, allowed=allowed), *_unrewarded_answers(trials)]
     failed = [trial for trial in every if not trial.rollout.status.is_graded]
     if failed and not trial_problems(trials):
         warnings.append(
@@ -353,19 +348,10 @@ def _rewarded_garbage(trials: Sequence[Sequence[Trial]], *, allowed: bool) -> It
             )
 
 
-def _constant_functions(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a sentence for each reward function that scores every reply 0."""
-    scores: dict[str, set[float]] = collections.defaultdict(set)
-    for subject, score in (scored for trial in trials for scored in _of(trial)):
-        scores[subject].add(score)
-    for subject in (subject for subject, found in scores.items() if found == {0.0}):
-        yield f"{subject} scores every trial reply 0; if one of them is right, correct the function or leave it out"
-
-
 def _of(trial: Trial) -> Iterator[tuple[str, float]]:
     """Yield reward functions and their scores."""
     for result in trial.rollout.evaluations:
-        if result.score is not None and result.reason != _NOT_ASKED:
+        if result.score is not None:
             yield f"reward function {result.component!r}", result.score
 
 
