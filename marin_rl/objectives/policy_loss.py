@@ -56,6 +56,8 @@ class PolicyLossConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Whether the term uses one ratio per rollout, so that the tokens of a rollout cannot be weighted separately."""
     uses_ratio: ClassVar[bool] = True
     """Whether the term corrects for policy updates since sampling, which allows several updates per step."""
+    needs_advantage: ClassVar[bool] = True
+    """Whether a token with the advantage 0 has no gradient, so that a batch of such tokens makes no update."""
 
     @abc.abstractmethod
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:

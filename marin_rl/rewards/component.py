@@ -178,6 +178,8 @@ class FunctionReward:
         self._sandbox = sandbox
         self._function = UserFunction(str(Path(config.path).expanduser().resolve()), config.function)
         self.scope: RewardScope | None = None
+        self.is_undeclared = False
+        """Whether it is pointwise, and not declared stateless."""
 
     async def check(self) -> None:
         """Load the file in a worker and check that it defines the function with a suitable mode and parameters."""
@@ -191,6 +193,7 @@ class FunctionReward:
         except UserFileError as error:
             raise RewardConfigError(str(error)) from error
         self.scope = _resolve_scope(self._config, functions)
+        self.is_undeclared = self.scope is RewardScope.POINTWISE and not functions[self._config.function].stateless
 
     @property
     def waits_for_group(self) -> bool:

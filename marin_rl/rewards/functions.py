@@ -271,12 +271,13 @@ class RewardFunction:
         number = _number(answer)
         if number is None:
             raise RewardFunctionError(
-                f"{self.name} returned {_shown(answer)}{place}; it must return an EvaluateResult or a number"
+                f"{self.name} returned {_shown(answer)}{place}; it must return an EvaluateResult or a number, such as "
+                "0.0 for a wrong reply"
             )
         if not abs(number) <= MAX_REWARD:
             raise RewardFunctionError(
                 f"{self.name} returned {number}{place}; a reward must be finite and at most {MAX_REWARD:g} in "
-                "magnitude: raise an error if a rollout has no score"
+                "magnitude: return 0.0 for a wrong reply, and raise an error if a rollout has no score"
             )
         return EvaluateResult(score=number)
 

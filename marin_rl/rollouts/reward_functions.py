@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from marin_rl.environments.random_reward import RandomRewards
-from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
+from marin_rl.rewards.component import FunctionReward, RewardComponent, RewardComponentConfig, RewardScope
 from marin_rl.rewards.pipeline import build_components, check_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import BATCH_CALLS, Sandbox
@@ -73,6 +73,11 @@ class RewardFunctions:
     def has_batch_scope(self) -> bool:
         """Whether rollouts of different groups are scored together, so that no group is complete before all are."""
         return any(component.scope is RewardScope.BATCH for component in self._components())
+
+    @property
+    def separate_calls(self) -> list[str]:
+        """Names of the pointwise functions that are not declared stateless, so that each call has its own process."""
+        return [one.name for one in self._components() if isinstance(one, FunctionReward) and one.is_undeclared]
 
     @property
     def rollouts_per_process(self) -> int:

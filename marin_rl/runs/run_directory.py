@@ -125,31 +125,28 @@ class RunDirectory:
         return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
 
 
-def create_or_open(
-    path: StoragePath, config_yaml: str, *, keep_config: bool = False, stores_rollouts: bool = True
-) -> RunDirectory:
+def create_or_open(path: StoragePath, config_yaml: str, *, stores_rollouts: bool = True) -> RunDirectory:
     """Create a run directory, or open the directory of the same run.
 
     The caller has compared the configs; see [`plan_changes`][marin_rl.training.config_changes.plan_changes].
 
     Args:
         path: the run directory.
-        config_yaml: resolved config; it replaces that of an earlier start, whose history of changes is kept.
-        keep_config: whether to keep the config of an earlier start.
+        config_yaml: resolved config; it replaces that of an earlier start without results. The config of a run with
+            results stays, because this start may still fail; `record_changes` replaces it.
         stores_rollouts: whether the run has a folder of rollouts.
 
     Raises:
         RunDirectoryError: if the directory contains a run without a config, or cannot be written.
     """
-    directory, history = RunDirectory(path), ""
+    directory = RunDirectory(path)
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        if (old_yaml := require_config(directory)) is not None and directory.has_results():
-            history = comments_of(old_yaml)
+        old_yaml = require_config(directory)
         for folder in (directory.checkpoints, *([directory.rollouts] if stores_rollouts else [])):
             folder.mkdir(exist_ok=True)
-    if old_yaml is None or (not keep_config and old_yaml != history + config_yaml):
-        write_atomically(directory.config, history + config_yaml)
+    if old_yaml != config_yaml and not directory.has_results():
+        write_atomically(directory.config, config_yaml)
     return directory
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int64
+from jaxtyping import Bool, Float32, Float64, Int64
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
@@ -21,7 +21,7 @@ from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInput
 from marin_rl.objectives.aggregation import AggregationConfig
 from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
-from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig
+from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig, LossKlConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.run_parts import RunParts
@@ -98,6 +98,8 @@ class BatchBuilder:
     """Maximum number of tokens of a sequence."""
     seed: int
     """Seed of the run, which determines the minibatches."""
+    learns_without_advantages: bool = False
+    """Whether all loss tokens have a gradient: that of a critic, a KL penalty in the loss, or such a policy term."""
     observation_loss: bool = False
     """Whether observations have cross-entropy."""
     layout: RowLayout
@@ -127,7 +129,8 @@ class BatchBuilder:
         """
         graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
         if not graded:
-            return TrainingBatch(batch_rollouts([], max_length=self.max_length), {}, {})
+            nothing = batch_rollouts([], max_length=self.max_length)
+            return TrainingBatch(nothing, {}, {"groups/no_signal": float(len(groups))})
         with timer.phase("batch"):
             sampled = batch_rollouts(graded, max_length=self.max_length)
         with timer.phase("reference"):
@@ -157,6 +160,9 @@ class BatchBuilder:
             if logger.isEnabledFor(logging.DEBUG):
                 _log_advantages(graded, scored, advantages, has_critic=self.has_critic)
             metrics |= _advantage_metrics(batch, has_critic=self.has_critic)
+            numbers = [number for number, group in enumerate(groups) for one in group.rollouts if one.rewards]
+            learning = np.unique(np.array(numbers)[self.have_gradient(batch)]).size
+            metrics["groups/no_signal"] = float(len(groups) - learning)
             stored = self._stored_advantages(scored, learner_logprobs, advantages)
         return TrainingBatch(batch, stored, metrics, mismatch)
 
@@ -165,7 +171,9 @@ class BatchBuilder:
 
         With several training processes, the microbatches contain the rows that this process feeds.
 
-        The loss denominator is computed over each minibatch, which is the whole batch of one update.
+        The loss denominator is computed over each minibatch, which is the whole batch of one update. A minibatch
+        without a gradient is left out: an update would let the moments of the optimizer decay, and the next gradient
+        would take a step that is several times too large.
 
         Args:
             batch: rollouts of the step, with advantages.
@@ -179,7 +187,7 @@ class BatchBuilder:
                 order = np.random.default_rng(seed).permutation(count)
             for part in np.array_split(order, updates.minibatches):
                 minibatch = batch if updates.minibatches == 1 else batch.take(np.sort(part))
-                if minibatch.loss_mask.any():
+                if self.have_gradient(minibatch).any():
                     yield pack_batch(
                         minibatch,
                         self.aggregation,
@@ -189,6 +197,16 @@ class BatchBuilder:
                         ce_mask=minibatch.observation_mask if self.observation_loss else None,
                         ref_kl_mask=minibatch.loss_mask if self.kl.needs_teacher else None,
                     )
+
+    def have_gradient(self, batch: RolloutBatch) -> Bool[np.ndarray, " rollouts"]:
+        """Return which rollouts have a gradient: an advantage that counts, or a token with another loss."""
+        gains = batch.loss_mask
+        if not self.learns_without_advantages:
+            # In the precision of the update.
+            gains = batch.advantages.astype(np.float32) * batch.importance_weights.astype(np.float32) != 0
+        if self.observation_loss:
+            gains = gains | batch.observation_mask
+        return np.diff(np.append(0, np.cumsum(gains))[batch.token_offsets]) > 0
 
     def _score(self, inputs: StepToScore, step: int) -> tuple[RolloutBatch, Float32[np.ndarray, " tokens"] | None]:
         """Fill in reference log-probs and values; also return the learner's log-probs if they are needed."""
@@ -309,6 +327,12 @@ def make_batch_builder(
         aggregation=config.aggregation,
         updates=config.updates,
         has_critic=config.critic is not None,
+        learns_without_advantages=(
+            config.critic is not None
+            or config.kl.needs_teacher
+            or (isinstance(config.kl, LossKlConfig) and config.kl.beta > 0)
+            or not config.policy_loss.needs_advantage
+        ),
         observation_loss=config.observation_loss is not None,
         max_length=config.rollouts.max_length,
         seed=config.seed,

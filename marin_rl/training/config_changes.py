@@ -16,7 +16,7 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def record_changes(directory: RunDirectory, changes: Sequence[Change], config: s
         if former is not None and former.step > step:
             lines[index] = f"# after step {step}: {former}"
     lines += [f"# after step {step}: {change}" for change in changes]
-    new = "".join(f"{line}\n" for line in lines) + (config if changes else text[len(comments_of(text)) :])
+    new = "".join(f"{line}\n" for line in lines) + config
     if new != text:
         write_atomically(directory.config, new)
     return read_history(new)
@@ -220,7 +220,8 @@ def _require_possible(
     fixed = [change for change in strict if not is_within(change.key, by_name) or change.key == "optimizer.type"]
     rest = [change for change in strict if change not in fixed]
     short = [change for change in rest if change.key == "num_steps" and config.num_steps < change.step]
-    unnamed = [change for change in rest if not _is_named(change.key, named) and change not in short]
+    late = _without_effect(rest, config.num_steps)
+    unnamed = [change for change in rest if not _is_named(change.key, named) and change not in (*short, *late)]
     problems = [
         *([_cannot_change(directory, fixed)] if fixed else []),
         *(_too_short(change) for change in short),
@@ -229,8 +230,10 @@ def _require_possible(
     optimizer = [change for change in rest if is_within(change.key, ["optimizer"])]
     if not problems and optimizer and (difference := state_difference()):
         problems = [_cannot_change(directory, optimizer, f" ({difference})")]
+    elif late and not short:
+        problems.append(_too_late(late))
     if problems:
-        refused = {change.key: change for change in (*fixed, *short, *unnamed)} or {c.key: c for c in optimizer}
+        refused = {change.key: change for change in (*fixed, *short, *late, *unnamed)} or {c.key: c for c in optimizer}
         raise RunDirectoryError(
             f"run directory {str(directory.path)!r} belongs to a run with another config:\n"
             + "".join(f"  {key}: {change.old} there, {change.new} now\n" for key, change in refused.items())
@@ -273,9 +276,29 @@ def _too_short(change: Change) -> str:
     return f"num_steps is {change.new}, but the run has done {change.step} steps; {remedy}"
 
 
+def _without_effect(changes: Sequence[Change], num_steps: int) -> list[Change]:
+    """Return the changes that no step would be trained with, except for those that end the run."""
+    length = {"num_steps", "epochs"} if any(change.key == "num_steps" for change in changes) else set()
+    return [change for change in changes if num_steps <= change.step and change.key not in length]
+
+
+def _too_late(changes: Sequence[Change]) -> str:
+    names, step = _listed([change.key for change in changes]), changes[0].step
+    return (
+        f"the run has done {step} steps, so no step would be trained with the new {names}, and nothing is changed; "
+        f"give {_options((change.key, change.old) for change in changes)}, as in the run, or also --num_steps N with N "
+        f"above {step} to train longer"
+    )
+
+
+def _options(values: Iterable[tuple[str, str]]) -> str:
+    """The command line's options for the keys that are set."""
+    return " ".join(_option(key, value) for key, value in values if value != NOT_SET)
+
+
 def _name_them(changes: Sequence[Change]) -> str:
-    new = " ".join(_option(change.key, change.new) for change in changes if change.new != NOT_SET)
-    old = " ".join(_option(change.key, change.old) for change in changes if change.old != NOT_SET)
+    new = _options((change.key, change.new) for change in changes)
+    old = _options((change.key, change.old) for change in changes)
     return (
         f"to go on as before, add {old} to the command line; to change {_listed([c.key for c in changes])} from step "
         f"{changes[0].step + 1} on, add {new}"
@@ -353,7 +376,8 @@ def finished_progress(
     Changes no file. The arguments are those of `plan_changes`; a start that accepts changed files does something.
     """
     with writing(directory.path):
-        if accept_changes or not directory.config.is_file() or plan_changes(directory, config, named):
+        # Changes are planned first: a change that cannot be is refused before anything is written.
+        if not directory.config.is_file() or plan_changes(directory, config, named) or accept_changes:
             return None
         steps = Checkpoints(directory.checkpoints, config.checkpoint).steps()
         if steps[-1:] != [config.num_steps] or exported_step(directory) != config.num_steps:

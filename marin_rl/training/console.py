@@ -30,6 +30,7 @@ from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.run_directory import RunDirectory
+from marin_rl.training.advice import count_silent
 from marin_rl.training.evaluation import is_quality
 from marin_rl.training.run_state import Progress
 from marin_rl.utils.output import escape, escape_line, report_lost_output
@@ -41,7 +42,7 @@ MAX_PLAIN_LINES = 50
 """Approximate number of progress lines of a run without a terminal."""
 
 SHOWN = (
-    *("reward", "KL", "length", "loss", "tok/s", "held-out", "greedy", "held-out reward", "greedy reward"),
+    *("reward", "no signal", "KL", "length", "loss", "tok/s", "held-out", "greedy", "held-out reward", "greedy reward"),
     *("pairs", "held-out loss", "held-out token accuracy", "held-out pairs", "rollouts/s", "entropy"),
 )
 """Labels of the displayed metrics, most important first. Those that do not fit on the line are omitted."""
@@ -128,6 +129,7 @@ class ProgressDisplay:
         """
         self._step = step
         self._times.append(self._clock())
+        self._shown.pop("no signal", None)
         shown = self._shown | _shown_metrics(metrics)
         self._shown = {name: shown[name] for name in SHOWN if name in shown}
         evaluated = any(name.startswith("eval/") for name in metrics)
@@ -165,7 +167,7 @@ class ProgressDisplay:
         return Group(bar, line)
 
 
-LOGGED = ("reward", "KL", "length", "loss", "pairs", *EVALUATED)
+LOGGED = ("reward", "no signal", "KL", "length", "loss", "pairs", *EVALUATED)
 """Labels of the metrics in the log's line of a step."""
 
 
@@ -198,6 +200,9 @@ def _shown_metrics(metrics: Mapping[str, int | float]) -> dict[str, str]:
     ):
         if key in metrics:
             shown[name] = form(metrics[key])
+    silent, groups = count_silent(metrics)
+    if 2 * silent > groups:
+        shown["no signal"] = f"in {silent:,} of {groups:,} groups"
     for name, kind in EVALUATED.items():
         if values := [value for key, value in metrics.items() if key.startswith("eval/") and key.endswith(kind)]:
             shown[name] = " ".join(map(format_fraction, values))
@@ -209,7 +214,7 @@ def print_closing_table(
     run_directory: StoragePath,
     evaluations: Mapping[str, Mapping[str, int | float]],
     seconds: Mapping[str, int | float],
-    totals: Mapping[str, int | float],
+    totals: Mapping[str, int | float | str],
     command: Mapping[str, float] = types.MappingProxyType({}),
     compiling_steps: float = 0.0,
     compiling_command: float = 0.0,
@@ -224,7 +229,7 @@ def print_closing_table(
         run_directory: the run directory.
         evaluations: evaluation metrics by time (`before RL`, …), in order; accuracies and pass@k are displayed.
         seconds: total seconds by phase.
-        totals: total counts by name.
+        totals: total counts by name, or their texts.
         command: seconds of this command by part.
         compiling_steps: seconds of compilation in the steps, a part of `seconds`.
         compiling_command: seconds of compilation in this command, a part of `command`.
@@ -237,9 +242,8 @@ def print_closing_table(
         console.print(_time_table("Time of the steps", "phase", seconds, compiling_steps))
     if any(command.values()):
         console.print(_time_table("Time of this command", "part", command, compiling_command))
-    facts = {name: f"{value:,.0f}" for name, value in totals.items()} | {
-        "run directory": escape_line(str(run_directory))
-    }
+    facts = {name: value if isinstance(value, str) else f"{value:,.0f}" for name, value in totals.items()}
+    facts["run directory"] = escape_line(str(run_directory))
     column = max(map(len, facts))
     for name, text in facts.items():
         console.print(Text.assemble((f"{name:{column}}  ", "dim"), escape(text)), soft_wrap=True)
@@ -400,7 +404,13 @@ def print_summary(
     seconds = {name.removeprefix(prefix): sum(record.get(name, 0.0) for record in records) for name in names}
     seconds.pop("total", None)
     in_steps = seconds.pop("compile", 0.0)
-    kind, totals = RunKind.of_config(config), {"updates": progress.updates}
+    totals: dict[str, int | float | str] = {"updates": progress.updates}
+    if skipped := sum(record.get("updates/skipped", 0) for record in records):
+        totals["updates"] = f"{progress.updates:,}; {skipped:,.0f} without a gradient were left out"
+    silent, groups = (sum(counts) for counts in zip(*map(count_silent, records), (0, 0), strict=True))
+    if 2 * silent > groups:
+        totals["no signal"] = f"in {silent:,} of {groups:,} groups"
+    kind = RunKind.of_config(config)
     if kind is RunKind.TRAIN:
         totals |= {"rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
     else:

@@ -45,12 +45,13 @@ from marin_rl.training.open_run import read_progress
 from marin_rl.training.references import check_reference
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
 from marin_rl.training.step_records import check_trackers
-from marin_rl.training.supervised_run import read_data
+from marin_rl.training.supervised_run import read_data, small_held_out
 from marin_rl.training.trial_rollouts import (
     TRIAL_TASKS,
     FixedReplies,
     agent_environments,
     describe_trials,
+    trial_problems,
     trial_warnings,
     try_replies,
     without_judge,
@@ -107,6 +108,14 @@ class DryRun:
         """Report a quantity."""
         self.report(f"{name:<18}  {value}")
 
+    def conclude(self, state: "_DirectoryState | None") -> list[str]:
+        """Report the warnings, and what the run would do first if it can start; return the problems."""
+        for warning in self.warnings:
+            self.report(f"warning: {warning}")
+        if state is not None and not self.problems:
+            self.report(f"no problems found: {state.outlook}")
+        return self.problems
+
 
 def dry_run(
     config: TrainConfig, report: Report, *, accept_changes: bool = False, named: Collection[str] = ()
@@ -158,11 +167,7 @@ def dry_run(
             _check_environment(found, parts, vocab_size)
         if (unchecked := found.attempt(_unchecked, parts, state)) is not None:
             found.line("not checked", "; ".join(unchecked))
-    for warning in found.warnings:
-        report(f"warning: {warning}")
-    if state is not None and not found.problems:
-        report(f"no problems found: {state.outlook}")
-    return found.problems
+    return found.conclude(state)
 
 
 def dry_run_supervised(
@@ -195,6 +200,7 @@ def dry_run_supervised(
     found.line("data", describe_data(data))
     if data.train.unused:
         report(f"columns not used: {_shown_columns(data.train.unused)}")
+    found.warnings += small_held_out(data)
     weights = config.initialize_from, config.model
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:
@@ -204,10 +210,7 @@ def dry_run_supervised(
         found.attempt(spec.check_adapter)
     noun = "pairs" if config.trains_on_pairs else "rows"
     found.line("the run", f"{config.num_steps:,} steps of {config.batch.size:,} {noun}")
-    state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
-    if state is not None and not found.problems:
-        report(f"no problems found: {state.outlook}")
-    return found.problems
+    return found.conclude(found.attempt(_directory_state, config, accept_changes=accept_changes, named=named))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,6 +319,7 @@ def _check_prompts(found: DryRun, parts: RunParts, runner: RolloutRunner, vocab_
         for split, tasks in used.items():
             if tasks and (described := found.attempt(_describe_prompts, split, tasks, runner)) is not None:
                 found.line(f"{split.value.replace('_', '-')} prompts", described)
+    found.warnings += found.attempt(evaluation.small_split_warnings, parts.config, runner) or ()
     # A template that rejects it has been reported.
     with contextlib.suppress(ChatTemplateError):
         for task in train[:1]:
@@ -410,6 +414,7 @@ def _check_rewards(found: DryRun, config: TrainConfig, runner: RolloutRunner, sa
     for name in (name for name, of_environment in fitting.items() if of_environment):
         of_environment = [of_task for of_task in trials if of_task[0].rollout.task.environment == name]
         found.report(describe_trials(of_environment[0]))
+        found.problems += trial_problems(of_environment)
         found.warnings += trial_warnings(config.environment, config.sampling.max_new_tokens, of_environment)
 
 

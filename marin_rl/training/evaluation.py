@@ -3,6 +3,7 @@
 
 """Evaluation of a policy: accuracy, pass@k and the loss of reference answers on held-out tasks."""
 
+import collections
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_demonstration, join_batches
 from marin_rl.config.sections import EvaluationConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.pass_at_k import pass_at_k
@@ -18,6 +20,9 @@ from marin_rl.rollouts.metrics import is_correct, is_judged
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.types import RolloutGroup, Task
+
+MAX_STANDARD_ERROR = 0.1
+"""Standard error of an accuracy above which a split is too small, that of fewer than 25 tasks."""
 
 
 def evaluate(
@@ -108,6 +113,31 @@ def reference_loss(
         metrics[f"eval/{environment}/loss"] = -total / num_tokens
         metrics[f"eval/{environment}/loss_tokens"] = float(num_tokens)
     return metrics
+
+
+def small_split_warnings(config: TrainConfig, runner: RolloutRunner) -> list[str]:
+    """Return a sentence for each split of a new run whose tasks are too few to measure an accuracy."""
+    held_out, check_tasks = config.evaluation, config.warm_start.check_tasks if config.warm_start.max_steps else 0
+    samples = f" x {held_out.samples} samples" if held_out.samples > 1 else ""
+    warnings = []
+    for split, count, noun, decided in (
+        (Split.VALIDATION, check_tasks, "validation tasks", "when the warm start stops (warm_start.check_tasks)"),
+        (Split.HELD_OUT, held_out.tasks, f"held-out tasks{samples}", "the curves of the run (evaluation.tasks)"),
+    ):
+        tasks = first_of_each(runner.environment.tasks(split), count, runner) if count else []
+        by_environment = collections.Counter(task.environment for task in tasks)
+        size = min(by_environment.values(), default=0) if split is Split.HELD_OUT else len(tasks)
+        warnings += small_sample_warning(size, noun, decided, f"environment.{split.value}")
+    return warnings
+
+
+def small_sample_warning(count: int, noun: str, decided: str, key: str) -> list[str]:
+    """Warn if the accuracy of tasks or rows has a large standard error, that of attempts which are all alike."""
+    # The standard deviation of an accuracy is largest at 0.5.
+    error = 0.5 / math.sqrt(max(count, 1))
+    if count == 0 or error <= MAX_STANDARD_ERROR:
+        return []
+    return [f"only {count} {noun} decide {decided}: an accuracy has a standard error of up to {error:.2f}; raise {key}"]
 
 
 def describe_accuracy(evaluation: Mapping[str, float]) -> str:

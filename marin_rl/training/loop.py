@@ -37,6 +37,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.training.advice import Advice
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import evaluate
@@ -129,6 +130,8 @@ class TrainingRun(AbstractRun[TrainConfig]):
     """Stores rollouts."""
     failures: FailureReports
     """Reports failed rollouts."""
+    advice: Advice
+    """Reports steps without signal and slow rewards."""
 
     def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Collect groups, train on them and publish the new weights; return the metrics of the step."""
@@ -161,9 +164,11 @@ class TrainingRun(AbstractRun[TrainConfig]):
             self.publish_weights()
         elapsed = time.perf_counter() - started
         metrics |= trained
+        metrics["updates/skipped"] = float(self.config.updates.per_step - len(updates))
         metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
         metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
         metrics["seconds/compile"] = compile_clock().seconds - compiled
+        self.advice.add(step, collected.sampled, metrics)
         assert self.config.model is not None
         return metrics | model_flops_utilization(
             self.config.model, progress.vocab_size, updates, update_seconds(timer.seconds)
@@ -309,10 +314,9 @@ def train_on_groups(
     while_updating(batch)
     with timer.phase("step"):
         finished = [update.wait() for update in pending]
-    metrics: dict[str, float] = {}
+    metrics = dict(batch.mismatch or {})
     if finished:
-        metrics |= loss_metrics(finished)
-        metrics |= batch.mismatch or mismatch_metrics(first_log_ratios(finished))
+        metrics = loss_metrics(finished) | (metrics or mismatch_metrics(first_log_ratios(finished)))
     return TrainedStep(state, updates, metrics | dict(batch.metrics))
 
 

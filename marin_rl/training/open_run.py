@@ -31,9 +31,10 @@ from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.tokenization.load import TokenPieces
+from marin_rl.training.advice import Advice
 from marin_rl.training.batch_builder import make_batch_builder
 from marin_rl.training.collect import GroupCollector
-from marin_rl.training.evaluation import describe_accuracy, evaluate
+from marin_rl.training.evaluation import describe_accuracy, evaluate, small_split_warnings
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.references import References
 from marin_rl.training.run_state import REPLAY, RUN_FILES, Progress, RunFiles, RunState, compare_on_resume
@@ -165,6 +166,7 @@ def open_run(
             runner=runner,
             store=store,
             failures=FailureReports(report),
+            advice=Advice(report, reward_functions.separate_calls),
             checkpoints=checkpoints,
             resources=resources.pop_all(),
             files=files,
@@ -267,6 +269,8 @@ def _start(
     progress = Progress(vocab_size=parts.assemble(policy).vocab_size, base=parts.base_fingerprint)
     stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
     failures = FailureReports(report)
+    for warning in small_split_warnings(config, runner):
+        report(f"warning: {warning}")
 
     def measure(milestone: str) -> list[RolloutGroup]:
         if not config.evaluation.tasks:

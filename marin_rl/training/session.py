@@ -212,7 +212,7 @@ def _open_directory(config: AbstractRunConfig, directory: RunDirectory, named: C
         with writing(directory.hf):
             (directory.hf / EXPORTED_STEP).unlink(missing_ok=True)
     stores_rollouts = isinstance(config, TrainConfig)
-    create_or_open(directory.path, to_yaml(config), keep_config=bool(changes), stores_rollouts=stores_rollouts)
+    create_or_open(directory.path, to_yaml(config), stores_rollouts=stores_rollouts)
     return changes
 
 
@@ -247,8 +247,6 @@ def _train(
         closing.enter_context(Closing(run.close))
         config, timer, progress = run.config, run.command_timer, run.progress
         timer.seconds["start"] = time.perf_counter() - started - sum(timer.seconds.values())
-        changed: dict[str, float] = {}
-        multihost.on_main(lambda: changed.update(_apply_changes(run, directory, changes, report)))
         # Only the main process writes records.
         records = open_records(run, directory) if multihost.is_main() else None
         if records is not None:
@@ -266,6 +264,9 @@ def _train(
             display.update(step, metrics)
             before_step(step + 1)
 
+        changed: dict[str, float] = {}
+        # Last, because a start that fails does not change the config of the run.
+        multihost.on_main(lambda: changed.update(_apply_changes(run, directory, changes, report)))
         with exempt_from_collection():
             complete = train(run, record, stop.is_set)
     if not complete:

@@ -31,6 +31,7 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.model_parts import Report
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.supervised_parts import SupervisedParts
+from marin_rl.training.evaluation import small_sample_warning
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
 from marin_rl.training.open_run import compare_files, load_state, report_resume
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
@@ -213,6 +214,8 @@ def open_supervised(
         report(describe(data))
         if data.digest and progress.step < (config.num_steps or 0) and multihost.is_main():
             write_tokens(folder / TOKENS, data, data.digest)
+        for warning in small_held_out(data):
+            report(f"warning: {warning}")
         policy = None if loaded else parts.assemble(policy_of(state.model))
         run = SupervisedRun(
             config=config,
@@ -235,6 +238,12 @@ def open_supervised(
                 report(f"{run.milestones[0]}: {describe_held_out(metrics)}")
         run.save()
     return run
+
+
+def small_held_out(data: Data) -> list[str]:
+    """Return a warning if the held-out rows are too few to measure anything."""
+    noun = f"held-out {'pairs' if data.train.examples[0].chosen else 'rows'}"
+    return small_sample_warning(len(data.held_out.examples), noun, "the held-out curves", "held_out")
 
 
 def describe_held_out(metrics: Mapping[str, float]) -> str:

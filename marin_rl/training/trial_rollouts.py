@@ -265,6 +265,28 @@ def _shown(text: str) -> str:
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
 
 
+def trial_problems(trials: Sequence[Sequence[Trial]]) -> list[str]:
+    """Return a sentence for each reward function that gives no score to replies which are only wrong.
+
+    One result that is no number suffices. Errors count if most garbage raises them: some replies cannot be scored.
+    """
+    every = [trial for of_task in trials for trial in of_task]
+    failed = [(result, trial) for trial in every for result in trial.rollout.evaluations if result.failure is not None]
+    problems = []
+    for name in dict.fromkeys(result.component for result, _ in failed):
+        causes = [(result.failure, trial) for result, trial in failed if result.component == name]
+        invalid = [trial for cause, trial in causes if cause == RewardFailure.INVALID_ANSWER]
+        raised = [trial for cause, trial in causes if cause == RewardFailure.RAISED]
+        if invalid or 2 * sum(trial.is_garbage for trial in raised) > sum(trial.is_garbage for trial in every):
+            first = (invalid or raised)[0]
+            problems.append(
+                f"reward function {name!r} gives {len(invalid + raised)} of {len(every)} trial replies no score, and "
+                "rollouts without a score are not trained on: return 0.0 for a wrong reply. The first is "
+                f"{first.reply.name}: {first.rollout.error}"
+            )
+    return problems
+
+
 def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequence[Sequence[Trial]]) -> list[str]:
     """Return a sentence for each sign of a wrong reward in the trials of one environment.
 
@@ -283,7 +305,7 @@ def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequ
     if not isinstance(section, RandomRewardConfig):
         warnings = [*_rewarded_garbage(trials, allowed=allowed), *_unrewarded_answers(trials)]
     failed = [trial for trial in every if not trial.rollout.status.is_graded]
-    if failed:
+    if failed and not trial_problems(trials):
         warnings.append(
             f"environment {environment!r}: {len(failed)} of {len(every)} trial rollouts failed, and failed rollouts "
             f"are not trained on; the first, {failed[0].reply.name}: {failed[0].rollout.error}"

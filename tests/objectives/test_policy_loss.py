@@ -112,6 +112,15 @@ def oracle(config, tokens, own):
     return term / shares, clipped, near
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_a_term_has_no_gradient_without_advantages_as_it_declares(config):
+    assert config.needs_advantage
+    logprobs, old = arrays([[-0.5, -3.0, -29.0, -0.1, -7.0]] * 2, [[-0.5, -0.1, -0.5, -29.0, -7.5]] * 2)
+    mask, ids = arrays([[True] * 5] * 2, [[0, 0, 1, 2, 3], [4, 4, 4, 5, 5]])
+    gradient = gradient_of(config, logprobs, old, jnp.zeros(SHAPE), mask, ids, jnp.ones(SHAPE))
+    assert not gradient.any()
+
+
 far = st.tuples(st.floats(-30, 0), st.floats(-30, 0), st.floats(-5, 5), st.integers(-1, 3))
 close = st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-5, 5), st.integers(-1, 3))
 

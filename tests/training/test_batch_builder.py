@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from marin_rl.batching.rl_example import PackedBatch
+from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.learner.config import ObservationLossConfig
 from marin_rl.learner.critic import CriticConfig
-from marin_rl.objectives import DistillationConfig, DrGrpoConfig, GaeConfig, GigpoConfig
+from marin_rl.objectives import DistillationConfig, DrGrpoConfig, GaeConfig, GigpoConfig, ReinforceConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages
+from marin_rl.objectives.advantages import Normalization
 from marin_rl.objectives.aggregation import SequenceMeanConfig, SequenceSumConfig, TokenMeanConfig
 from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, TisConfig
-from marin_rl.objectives.kl import ExactKlConfig, NoKlConfig, RewardKlConfig
-from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.objectives.kl import ExactKlConfig, LossKlConfig, NoKlConfig, RewardKlConfig
+from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
@@ -113,6 +115,7 @@ def test_rloo_worked_example_on_loss_tokens():
         "advantage/mean": pytest.approx(0.0, abs=1e-12),
         "advantage/std": pytest.approx(np.std(expected)),
         "advantage/zero_share": 0.0,
+        "groups/no_signal": 0.0,
     }
 
 
@@ -350,7 +353,8 @@ def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first
     def learner(batch):
         return batch.policy_logprobs + np.where(np.arange(batch.input_ids.size) == 4, -1.0, 2.0)
 
-    builder = bare_builder(make_config(off_policy_correction=config, policy_loss=PpoClipLossConfig()), learner=learner)
+    parts = {"policy_loss": PpoClipLossConfig(), "advantage": ReinforceConfig()}
+    builder = bare_builder(make_config(off_policy_correction=config, **parts), learner=learner)
     answer = Generation((49, 49), (-0.5, -3.0), StopReason.STOP, 0, 0)
     made = rollout("a", 1.0, dataclasses.replace(turn(), generation=answer))
     batch = build(builder, made)
@@ -361,12 +365,15 @@ def test_correction_weights_tokens_and_ratios_use_learner_logprobs(config, first
     assert batch.mismatch["mismatch/weight_max"] == pytest.approx(math.exp(2.0), rel=1e-5)
     assert batch.mismatch["mismatch/logprob_difference_mean"] == pytest.approx(1.5)
     assert batch.mismatch["mismatch/weight_mean"] == pytest.approx((math.exp(-1.0) + math.exp(2.0)) / 2, rel=1e-5)
-    [packed] = builder.minibatches(batch.rollouts, 1)
-    [weights] = unpacked(batch, packed, "importance_weights")
-    np.testing.assert_allclose(weights[4:], [first, second], rtol=1e-6)
-    # A token of weight 0 still counts in the denominator.
-    [loss] = unpacked(batch, packed, "loss_weights")
-    assert loss[4:].tolist() == [1.0, 1.0]
+    updates = list(builder.minibatches(batch.rollouts, 1))
+    # Weights that are all 0 leave no gradient.
+    assert len(updates) == (first + second > 0)
+    for packed in updates:
+        [weights] = unpacked(batch, packed, "importance_weights")
+        np.testing.assert_allclose(weights[4:], [first, second], rtol=1e-6)
+        # A token of weight 0 still counts in the denominator.
+        [loss] = unpacked(batch, packed, "loss_weights")
+        assert loss[4:].tolist() == [1.0, 1.0]
 
 
 # Truncated rollouts.
@@ -467,6 +474,89 @@ def test_streams_of_observations_and_of_the_teacher_have_their_own_denominators(
     assert {"ce_weights", "ref_kl_weights"}.isdisjoint(plain.microbatches[0].arrays())
 
 
+# Updates without a gradient.
+
+
+EQUAL = [("a", 1.0), ("b", 1.0)]
+OF_DIFFERENT = [*EQUAL, ("c", 0.0), ("d", 0.0)]
+
+
+def num_updates(made: Sequence[tuple[str, float]] = EQUAL, *, turns: int = 1, **changes: Any) -> int:
+    config = make_config(
+        rollouts=RolloutConfig(prompts_per_step=4, group_size=4, max_length=32, max_turns=2), **changes
+    )
+    builder = bare_builder(config, reference=lambda batch: np.full(batch.input_ids.shape, -2.0))
+    rollouts = [rollout(name, reward, turn(2), *[turn(2, starts=False)] * (turns - 1)) for name, reward in made]
+    return len(list(builder.minibatches(build(builder, *rollouts).rollouts, 1)))
+
+
+@pytest.mark.parametrize(
+    ("updates", "changes"),
+    [
+        (0, {}),
+        (0, {"advantage": DrGrpoConfig(normalize=Normalization.BATCH)}),
+        (0, {"kl": NoKlConfig(watch=True)}),
+        (0, {"kl": LossKlConfig(beta=0.0)}),
+        # All rewards change by the same penalty.
+        (0, {"kl": RewardKlConfig(beta=0.5)}),
+        # A turn follows an observation.
+        (0, {"observation_loss": ObservationLossConfig()}),
+        (1, {"observation_loss": ObservationLossConfig(), "turns": 2}),
+        (1, {"kl": LossKlConfig(beta=0.1)}),
+        (1, {"kl": ExactKlConfig(0.5)}),
+        (1, {"advantage": ReinforceConfig()}),
+        (1, {"distillation": DistillationConfig(alone=True), "reference": CheckpointReferenceConfig("runs/teacher")}),
+        (1, {"advantage": GaeConfig(), "critic": CriticConfig(), "policy_loss": PpoClipLossConfig()}),
+        (1, {"made": OF_DIFFERENT}),
+        (
+            6,
+            {
+                "made": OF_DIFFERENT,
+                "updates": UpdateConfig(epochs=3, minibatches=2),
+                "policy_loss": PpoClipLossConfig(),
+            },
+        ),
+        (0, {"updates": UpdateConfig(epochs=3, minibatches=2), "policy_loss": PpoClipLossConfig()}),
+    ],
+)
+def test_a_batch_of_equal_rewards_makes_an_update_only_for_another_loss(updates: int, changes: dict[str, Any]):
+    assert num_updates(**changes) == updates
+
+
+def test_a_policy_term_can_declare_a_gradient_without_advantages(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ReinforceLossConfig, "needs_advantage", False)
+    assert num_updates() == 1
+
+
+def test_each_minibatch_is_left_out_for_its_own_advantages():
+    parts = {"updates": UpdateConfig(minibatches=4), "policy_loss": PpoClipLossConfig()}
+    builder = bare_builder(make_config(**parts))
+    groups = [group(1.0, 1.0), group(0.0, 1.0)]
+    batch = builder.build(groups, NEWEST, 1, PhaseTimer())
+    # Of four minibatches of one rollout, two have an advantage.
+    assert len(list(builder.minibatches(batch.rollouts, 1))) == 2
+    assert batch.metrics["groups/no_signal"] == 1.0
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_all_hosts_decide_alike_whose_rows_have_no_advantage(row: int):
+    builder = dataclasses.replace(bare_builder(make_config()), own_rows=lambda count: np.array([row]))
+    equal, different = ([group(1.0, 1.0)] * 6, [group(1.0, 1.0)] * 5 + [group(0.0, 1.0)])
+    counts = []
+    for groups in (equal, different):
+        batch = builder.build(groups, NEWEST, 1, PhaseTimer())
+        counts.append(len(list(builder.minibatches(batch.rollouts, 1))))
+    assert counts == [0, 1]
+
+
+def test_groups_without_a_graded_rollout_have_no_signal():
+    builder = bare_builder(make_config())
+    ungraded = group(None, None)
+    assert builder.build([ungraded], NEWEST, 1, PhaseTimer()).metrics == {"groups/no_signal": 1.0}
+    groups = [ungraded, group(0.0, 1.0)]
+    assert builder.build(groups, NEWEST, 1, PhaseTimer()).metrics["groups/no_signal"] == 1.0
+
+
 # Minibatches.
 
 
@@ -516,9 +606,12 @@ def test_empty_minibatches_are_skipped():
 
 
 def test_denominator_is_per_minibatch():
-    builder = bare_builder(make_config(updates=UpdateConfig(minibatches=2), policy_loss=PpoClipLossConfig()))
+    updates = UpdateConfig(minibatches=2)
+    builder = bare_builder(make_config(updates=updates, policy_loss=PpoClipLossConfig(), advantage=Recorder()))
     batch = build(builder, *named(6))
-    for packed in builder.minibatches(batch.rollouts, 1):
+    packed_batches = list(builder.minibatches(batch.rollouts, 1))
+    assert len(packed_batches) == 2
+    for packed in packed_batches:
         weights = [np.asarray(part.loss_weights.array) for part in packed.microbatches]
         # sequence_sum over three rollouts of two tokens each.
         assert sum(array.sum() for array in weights) == pytest.approx(2.0)

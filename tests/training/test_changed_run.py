@@ -146,6 +146,68 @@ def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
     assert state_of(run.path) == before
 
 
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        (("--optimizer.learning_rate", "1e-4"), ["optimizer.learning_rate"]),
+        (("--optimizer.lr_schedule", "linear", "--accept_changes"), ["optimizer.lr_schedule"]),
+        (("--evaluation.tasks", "8", "--export.dtype", "bfloat16"), ["evaluation.tasks"]),
+        (("--optimizer.beta1", "0.5", "--num_steps", "6"), ["optimizer.beta1"]),
+        (("--optimizer.weight_decay", "0.1", "--evaluation.samples", "3"), ["optimizer.weight_decay", "evaluation"]),
+        (("--optimizer.learning_rate", "1e-4", "--dry_run"), ["optimizer.learning_rate"]),
+        (("--seed", "4", "--optimizer.learning_rate", "1e-4"), ["seed", "optimizer.learning_rate"]),
+    ],
+)
+def test_a_change_that_trains_no_step_is_refused_and_writes_nothing(
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], more: tuple[str, ...], keys: list[str]
+):
+    run = copy_of(finished_run, tmp_path / "copy")
+    before = state_of(run.path)
+    assert run.train(*more) == 1
+    error = capfd.readouterr().err
+    assert all(key in error for key in keys)
+    assert state_of(run.path) == before
+    assert run.train() == 0
+    assert state_of(run.path) == before
+
+
+def test_a_changed_file_of_a_complete_run_is_refused_until_the_key_is_given_or_the_run_is_longer(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    no_plots(monkeypatch)
+    run = copy_of(finished_run, tmp_path / "copy")
+    shutil.rmtree(run.path / "hf")
+    run.config.write_text(run.config.read_text().replace("learning_rate: 0.005", "learning_rate: 0.001"))
+    before = state_of(run.path)
+    for more in ((), ("--optimizer.learning_rate", "0.001")):
+        assert run.train(*more) == 1
+        assert "give --optimizer.learning_rate 0.005, as in the run" in capfd.readouterr().err
+    assert state_of(run.path) == before
+    # Without its export the run is not finished, and is opened.
+    assert run.train("--optimizer.learning_rate", "0.005") == 0
+    assert contents(run.path / "hf").keys() == contents(finished_run.path / "hf").keys()
+    assert (run.path / "config.yaml").read_bytes() == before["config.yaml"]
+    assert run.train("--optimizer.learning_rate", "0.001", "--num_steps", "7") == 0
+    assert run.records()[-1]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("place", ["open_run", "open_records", "open_profiler"])
+def test_a_start_that_fails_leaves_the_config(
+    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    run = interrupted_after(finished_run, 4, tmp_path / "copy")
+    before = (run.path / "config.yaml").read_bytes()
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no tracker")
+
+    monkeypatch.setattr(f"marin_rl.training.session.{place}", fail)
+    # With a recorded change, and with one that is not.
+    for more in (LONGER, ("--log_level", "debug", "--checkpoint.every", "1")):
+        assert run.train(*more) == 1
+        assert (run.path / "config.yaml").read_bytes() == before
+
+
 @pytest.mark.parametrize("missing", ["hf", "hf/config.json", "hf/training_step.json", "hf/model.safetensors"])
 def test_a_finished_run_without_its_export_is_exported(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from marin_rl.runs.metrics_file import append_record
+from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.console import (
     MAX_PLAIN_LINES,
     ProgressDisplay,
+    describe_step,
     is_live,
     print_closing_table,
+    print_summary,
 )
+from marin_rl.training.run_state import Progress
+from tests.training.bare_run import make_config
 
 
 class Stream(io.StringIO):
@@ -73,6 +79,36 @@ def test_plain_line_contains_all_metrics():
         "step 1/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500",
         "step 2/10   reward 0.250   KL 0.013   length 5.2   tok/s 8.1k   rollouts/s 12   entropy 0.500   left 16.0s",
     ]
+
+
+def silent(count: int) -> dict[str, float]:
+    return {"groups/no_signal": count, "filter/kept_groups": 60, "filter/dropped_zero_spread": 4}
+
+
+def test_lines_tell_steps_without_signal_from_others():
+    stream = Stream()
+    with ProgressDisplay(10, stream) as progress:
+        for step, count in enumerate((54, 28, 60), start=1):
+            progress.update(step, METRICS | silent(count))
+    first, second, third = stream.getvalue().splitlines()
+    assert "reward 0.250   no signal in 58 of 64 groups   KL 0.013" in first
+    assert "no signal" not in second
+    assert "no signal in 64 of 64 groups" in third
+    assert "no signal in 58 of 64 groups" in describe_step(1, 10, METRICS | silent(54))
+    assert "no signal" not in describe_step(2, 10, METRICS | silent(28))
+
+
+@pytest.mark.parametrize(("count", "expected"), [(54, "in 116 of 128 groups"), (20, None)])
+def test_the_summary_counts_what_taught_nothing(tmp_path: Path, count: int, expected: str | None):
+    directory = RunDirectory(tmp_path)
+    for step in (1, 2):
+        append_record(directory.metrics, step, {**silent(count), "updates/skipped": 3.0})
+    stream = Stream()
+    config = make_config(run_dir=str(tmp_path))
+    print_summary(Console(file=stream, width=120), directory, config, Progress(updates=8), {})
+    rows = dict(line.split("  ", 1) for line in stream.getvalue().splitlines() if "  " in line)
+    assert rows["updates"].strip() == "8; 6 without a gradient were left out"
+    assert rows.get("no signal", "").strip() == (expected or "")
 
 
 @pytest.mark.parametrize("total", [1, 7, 50, 51, 200, 10_000])

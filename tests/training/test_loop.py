@@ -27,9 +27,19 @@ from marin_rl.run_parts import RunParts
 from marin_rl.runs.rollout_store import RolloutStore, read_rollouts
 from marin_rl.runs.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces
-from marin_rl.training.loop import PHASES, TrainingRun, model_flops_utilization, throughput_metrics, train
+from marin_rl.training.batch_builder import BatchBuilder
+from marin_rl.training.loop import (
+    PHASES,
+    TrainedStep,
+    TrainingRun,
+    model_flops_utilization,
+    throughput_metrics,
+    train,
+    train_on_groups,
+)
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.levanter_line import flops_per_token, seq_len
+from marin_rl.utils.timing import PhaseTimer
 from tests.tiny_run import TinyRun, copy_of, interrupted_after, outcome, without_losses, without_timings
 from tests.training.bare_run import local_rollouts
 from tests.training.reopened_run import config_of, reopen
@@ -53,6 +63,8 @@ ALWAYS = {
         "filter/dropped_ungraded",
         "filter/replaced",
         "updates",
+        "updates/skipped",
+        "groups/no_signal",
         "replay/stale",
         "replay/waiting",
     ),
@@ -275,6 +287,47 @@ class Praise:
         pass
 
 
+def with_equal_rewards(group: RolloutGroup) -> RolloutGroup:
+    rollouts = [dataclasses.replace(rollout, rewards={"correct": 1.0}) for rollout in group.rollouts]
+    return RolloutGroup(group.id, rollouts)
+
+
+def test_a_step_of_equal_rewards_leaves_the_optimizer_as_it_is(finished_run: TinyRun, tmp_path: Path) -> None:
+    run = reopen(copy_of(finished_run, tmp_path / "copy"), num_steps=8)
+    groups = run.collector.collect(run.state, 7, PhaseTimer()).groups
+    equal = [with_equal_rewards(group) for group in groups]
+    first = jax.tree.map(np.array, run.trainer_state)
+
+    def step(builder: BatchBuilder, state: Any, groups: Sequence[RolloutGroup]) -> TrainedStep:
+        return train_on_groups(builder, run.learner, state, groups, 7, PhaseTimer())
+
+    def start() -> Any:
+        return run.learner.place(first)
+
+    skipped = step(run.batch_builder, start(), equal)
+    assert skipped.updates == []
+    assert skipped.metrics["groups/no_signal"] == len(groups)
+    assert not any(name.startswith(("loss/", "lr", "grad_norm")) for name in skipped.metrics)
+    assert_same_leaves(skipped.state, first)
+    # The next gradient acts as if the step had not been.
+    undisturbed = step(run.batch_builder, start(), groups)
+    assert undisturbed.updates
+    after = step(run.batch_builder, skipped.state, groups)
+    assert_same_leaves(after.state, undisturbed.state)
+
+    # With another loss, as of a KL penalty, the same batch makes its update, and the moments decay.
+    always = dataclasses.replace(run.batch_builder, learns_without_advantages=True)
+    decayed = step(always, start(), equal)
+    assert (len(decayed.updates), decayed.metrics["groups/no_signal"], decayed.metrics["grad_norm"]) == (1, 0.0, 0.0)
+    moments = zip(jax.tree.leaves(decayed.state.opt_state), jax.tree.leaves(first.opt_state), strict=True)
+    assert any(np.any(np.array(new) != old) for new, old in moments)
+
+
+def assert_same_leaves(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array(one).tobytes() == np.array(other).tobytes()
+
+
 def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: TinyRun, tmp_path: Path) -> None:
     copied = copy_of(finished_run, tmp_path / "copy")
     run = reopen(copied, num_steps=8, filter=ResampleGroupsConfig(max_batches=2))
@@ -293,7 +346,7 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
             "filter/dropped_ungraded": 0,
             "filter/replaced": 4,
         }
-        assert record["updates"] == 6
+        assert (record["updates"], record["updates/skipped"], record["groups/no_signal"]) == (6, 1, 0)
         assert record["episode"] == 6 * 16 + (step - 6) * 32
         # Rates count the finished groups, not those to train on.
         assert record["eps"] * record["seconds/total"] == pytest.approx(32)

@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ from tests.tiny_run import (
     TinyRun,
     _learner,
     changed,
+    contents,
     copy_of,
     interrupted_after,
     outcome,
@@ -123,6 +125,38 @@ def test_a_longer_run_equals_one_of_that_length(finished: SftRun, tmp_path: Path
     whole = dataclasses.replace(whole, path=tmp_path / "whole")
     assert SftRun(**vars(whole)).train() == 0
     assert outcome(longer)["state"] == outcome(whole)["state"]
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (("--optimizer.learning_rate", "1e-4"), "optimizer.learning_rate"),
+        (("--optimizer.weight_decay", "0.3", "--evaluation.every", "2"), "optimizer.weight_decay"),
+        (("--num_steps", "9", "--epochs", "5"), "epochs"),
+    ],
+)
+def test_a_change_that_trains_no_step_writes_nothing(
+    finished: SftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], key: str
+):
+    run = SftRun(**vars(copy_of(finished, tmp_path)))
+    before = contents(run.path)
+    assert run.train(*more) == 1
+    assert key in capsys.readouterr().err
+    assert contents(run.path) == before
+    assert run.train() == 0
+    assert contents(run.path) == before
+
+
+def test_few_held_out_rows_are_a_warning(finished: SftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "warning: only" in (finished.path / "log.txt").read_text()
+    assert make(tmp_path, data__held_out=0.5).train("--dry_run") == 0
+    enough = capsys.readouterr().out
+    assert make(tmp_path, data__held_out=0.1).train("--dry_run") == 0
+    few = capsys.readouterr().out
+    rows = int(re.search(r"(\d+) rows are held out", few)[1])
+    assert f"only {rows} held-out rows decide" in few
+    assert f"up to {0.5 / rows**0.5:.2f}" in few
+    assert "warning" not in enough
 
 
 def test_changed_data_is_refused(finished: SftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

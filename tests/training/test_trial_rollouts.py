@@ -55,7 +55,9 @@ def row(lines: list[str], reply: str) -> str:
 
 
 def warnings(lines: list[str]) -> list[str]:
-    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    """The warnings of rewards; the splits of the tiny run are small."""
+    texts = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    return [text for text in texts if not text.startswith("only ")]
 
 
 def test_rewards_and_reasons_are_shown(dry_run: Callable[..., Any], tmp_path: Path):
@@ -88,6 +90,110 @@ def test_unrewarded_worked_answers_are_named(dry_run: Callable[..., Any], tmp_pa
     [warning] = warnings(lines)
     assert "the worked answer of task" in warning
     assert "earns no reward (correct 0, format 0.25); correct the worked answers" in warning
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            ["only 4 validation tasks decide", "up to 0.25", "only 16 held-out tasks x 2 samples decide", "up to 0.12"],
+        ),
+        ({"warm_start__check_tasks": 1, "evaluation__tasks": 0}, ["only 1 validation tasks decide", "up to 0.50"]),
+        ({"environment__validation": 0.5, "warm_start__check_tasks": 25, "evaluation__tasks": 0}, []),
+        ({"warm_start__max_steps": 0, "environment__held_out": 0.6, "evaluation__tasks": 25}, []),
+    ],
+)
+def test_splits_too_small_to_measure_are_named(
+    dry_run: Callable[..., Any], changes: dict[str, Any], expected: list[str]
+):
+    status, lines, _ = dry_run(**changes)
+    assert status == 0
+    found = [line for line in lines if line.startswith("warning: only ")]
+    assert len(found) == len(expected) // 2
+    assert all(text in "\n".join(found) for text in expected)
+
+
+def batch(path: Path, body: str) -> list[dict[str, Any]]:
+    code = f"""
+        from marin_rl.rewards import EvaluateResult, reward_function
+
+
+        @reward_function(mode="batch")
+        def own(messages, ground_truth, **kwargs):
+            replies = [one[-1]["content"] for one in messages]
+            {body}
+        """
+    return [{"type": "function", "path": str(written(path / "own.py", code)), "function": "own"}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return 1.0 if len(reply) > 3 else None",
+        'return 1.0 if len(reply) > 3 else float("nan")',
+        'return 1.0 if len(reply) > 3 else float("-inf")',
+        'return 1.0 if len(reply) > 3 else "0.0"',
+        "return 1.0 if len(reply) > 3 else [0.0]",
+        "return 1.0 if len(reply) > 3 else {}",
+        "return 1.0 if len(reply) > 3 else (0.0, reply)",
+        "return 1.0 if len(reply) > 3 else (0.0 for _ in reply)",
+        "return 1.0 if len(reply) > 3 else EvaluateResult.model_construct(score=None)",
+        # An error for most wrong replies.
+        "return float(int(reply) % 2)",
+        "raise ValueError(reply)",
+    ],
+)
+def test_a_function_without_a_score_for_wrong_replies_is_an_error(
+    dry_run: Callable[..., Any], tmp_path: Path, body: str
+):
+    status, lines, errors = dry_run(environment__rewards=rewards(tmp_path, body))
+    assert status == 1
+    assert "reward function 'own' gives" in errors or "all 28 rollouts failed" in errors
+    assert "0.0 for a wrong reply" in errors or "return 0 for them" in errors
+    assert not any("no problems found" in line or "trial rollouts failed" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return [0.0] * (len(replies) - 1)",
+        "return [1.0 if one.isdigit() else None for one in replies]",
+        "return None",
+        "return 1.0",
+        "return {index: 1.0 for index in range(len(replies))}",
+        "return (1.0 for one in replies)",
+    ],
+)
+def test_a_batch_of_other_results_is_an_error(dry_run: Callable[..., Any], tmp_path: Path, body: str):
+    status, _, errors = dry_run(environment__rewards=batch(tmp_path, body))
+    assert status == 1
+    assert "'own'" in errors
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "reply.isdigit()",
+        "__import__('numpy').float32(reply.isdigit())",
+        "__import__('numpy').bool_(reply.isdigit())",
+        "__import__('numpy').array(float(reply.isdigit()))",
+        "int(reply.isdigit())",
+        "__import__('fractions').Fraction(int(reply.isdigit()))",
+    ],
+)
+def test_numbers_of_every_kind_are_rewards(dry_run: Callable[..., Any], tmp_path: Path, value: str):
+    status, lines, _ = dry_run(environment__rewards=rewards(tmp_path, f"return {value}"))
+    assert status == 0
+    assert row(lines, "the reply '0'").endswith("own 1")
+    assert row(lines, "an empty reply").endswith("own 0")
+
+
+def test_rollouts_that_a_function_declares_invalid_stay_a_warning(dry_run: Callable[..., Any], tmp_path: Path):
+    body = "return EvaluateResult(score=1.0) if reply.isdigit() else EvaluateResult(is_score_valid=False)"
+    status, lines, _ = dry_run(environment__rewards=rewards(tmp_path, body))
+    assert status == 0
+    assert any("trial rollouts failed" in text for text in warnings(lines))
 
 
 def test_some_failed_rollouts_are_a_warning(dry_run: Callable[..., Any], tmp_path: Path):
