@@ -4,6 +4,7 @@
 """Serve training over the Tinker protocol: `python -m marin_rl.tinker --model models/smollm2-135m-instruct`."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,6 +100,7 @@ def serve(config: TinkerConfig) -> None:
                 (*names, *config.names), trainer.base_fingerprint, trainer.max_context, tokenizer=str(weights)
             )
             service = Service(trainer, Path(config.folder), base)
+            service.on_step = functools.partial(print, flush=True)
             app = TinkerApp(service, base, key=key, client_seconds=config.client_seconds)
             server = HttpServer(app.app(), config.client_seconds)
             print(

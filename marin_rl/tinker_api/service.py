@@ -43,7 +43,14 @@ class Service:
             UserError: if another server uses the folder, or if the folder belongs to another base model.
         """
         self._state, self._limits, self._trainer = ServerState(folder, base), limits, trainer
-        self._thread = TrainerThread(self._state, trainer, limits, self._fail, lambda number: self.on_sampled(number))
+        self._thread = TrainerThread(
+            self._state,
+            trainer,
+            limits,
+            self._fail,
+            on_sampled=lambda number: self.on_sampled(number),
+            on_step=lambda line: self.on_step(line),
+        )
         self._asked: dict[str, float] = {}
         """When models were asked for that wait for the end of another session, by their ids."""
         self.checkpoints = self._state.checkpoints
@@ -53,6 +60,8 @@ class Service:
         """Called in the thread when it fails."""
         self.on_sampled: Callable[[int], None] = lambda number: None
         """Called with the number of tokens of a result."""
+        self.on_step: Callable[[str], None] = lambda line: None
+        """Called with a line about an optimizer step."""
 
     def start(self) -> None:
         """Begin to run operations."""

@@ -60,6 +60,7 @@ class TrainerThread:
         limits: Limits,
         on_failed: Callable[[Exception], None],
         on_sampled: Callable[[int], None],
+        on_step: Callable[[str], None],
     ) -> None:
         """Create the thread.
 
@@ -69,9 +70,10 @@ class TrainerThread:
             limits: times.
             on_failed: called in the thread with the error that ends it.
             on_sampled: called with the number of tokens of a result.
+            on_step: called with a line about an optimizer step.
         """
         self.state, self._trainer, self._limits = state, trainer, limits
-        self._on_failed, self.on_sampled = on_failed, on_sampled
+        self._on_failed, self.on_sampled, self._on_step = on_failed, on_sampled, on_step
         self._swept, self._unsaved = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
 
@@ -187,7 +189,7 @@ class TrainerThread:
             case "optim_step":
                 metrics = self._trainer.optim_step(requests.OptimStep(**values).params())
                 figures = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-                print(f"{time.strftime('%H:%M:%S')} {promise.id}: optim_step, {figures}", flush=True)
+                self._on_step(f"{time.strftime('%H:%M:%S')} {promise.id}: optim_step, {figures}")
                 result = {"metrics": metrics}
             case "load_weights":
                 self._load(model, requests.LoadWeights(**values))
