@@ -9,6 +9,11 @@ write the link, with the run's initial weights:
 
     python -m experiments.reload_vllm models/start served
 
+With `sampler.reload.adapter: true` the server has the base, and loads each version of the adapter under the name
+`ADAPTER`, in place of the former one:
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve models/start --served-model-name base --enable-lora --max-lora-rank 64
+
 A model with tied embeddings is served with a head of its own. vLLM reloads the tensors of the folder, layer by layer.
 The head of a tied model has none there, and on a CPU vLLM multiplies with a packed copy of the head, which then keeps
 the old embedding ("ParallelLMHead: Failed to load weights").
@@ -24,6 +29,8 @@ import httpx
 
 TIMEOUT = 600.0
 """Timeout of a call in seconds."""
+ADAPTER = "policy"
+"""Name of the adapter on the server, which is `sampler.model`."""
 HEAD_FILE = "lm_head.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDINGS = "model.embed_tokens.weight", "transformer.wte.weight", "wte.weight"
@@ -35,20 +42,27 @@ HEADLESS = "gemma2"
 def reload(folder: Path, version: int, base_url: str) -> None:
     """Give the weights a head, point `current` to them, reload the server's weights and clear its prefix cache.
 
+    Of an adapter, only its matrices are loaded.
+
     Args:
-        folder: new weights in Hugging Face format.
+        folder: new weights in Hugging Face format, or an adapter in that of PEFT.
         version: version of the weights.
         base_url: address of the server, ending in `/v1`.
 
     Raises:
         httpx.HTTPError: if the server does not respond or rejects a call.
     """
-    untie_head(folder)
-    point_to(folder)
     root = base_url.rstrip("/").removesuffix("/v1")
+    if (folder / "adapter_config.json").exists():
+        adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+        calls = [("v1/load_lora_adapter", adapter)]
+    else:
+        untie_head(folder)
+        point_to(folder)
+        calls = [("collective_rpc", {"method": "reload_weights"})]
     with httpx.Client(timeout=TIMEOUT) as client:
-        client.post(f"{root}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
-        client.post(f"{root}/reset_prefix_cache").raise_for_status()
+        for path, body in (*calls, ("reset_prefix_cache", None)):
+            client.post(f"{root}/{path}", json=body).raise_for_status()
 
 
 def point_to(folder: Path) -> None:

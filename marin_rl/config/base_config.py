@@ -183,12 +183,14 @@ def critic_of(config: AbstractRunConfig) -> CriticConfig | None:
     return config.critic if isinstance(config, AbstractTrainConfig) else None
 
 
-def _check_trunk(config: AbstractTrainConfig) -> Iterator[str]:
+def _check_adapter(config: AbstractTrainConfig) -> Iterator[str]:
     if config.lora is not None and config.critic is not None and not config.critic.shared_trunk:
         yield (
             "critic.shared_trunk is false, but with lora only the adapter is trained, and a separate trunk would be a "
             "second copy of all weights; set critic.shared_trunk: true, or lora: null"
         )
+    if isinstance(config.sampler, OpenAiSamplerConfig) and config.sampler.reload.adapter and config.lora is None:
+        yield "sampler.reload.adapter is true, but lora is null, so there is no adapter; set lora, or adapter: false"
 
 
 def _check_workers(config: AbstractTrainConfig) -> Iterator[str]:
@@ -396,7 +398,7 @@ def _advantage_name(config: AbstractTrainConfig) -> str:
 
 CHECKS: tuple[Check, ...] = (
     *RUN_CHECKS,
-    _check_trunk,
+    _check_adapter,
     _check_workers,
     _check_agents,
     _check_groups,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.policy_model import save_adapter_folder, save_hf_policy
+from marin_rl.models.lora import split_adapter
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
@@ -36,10 +37,12 @@ class WeightReloader:
         tokenizer: ChatTokenizer,
         trainer: AbstractTrainerConfig,
         stop: Sequence[str] = (),
+        base: str = "",
     ) -> None:
         """Import the user's function.
 
-        The function gets `base_url`, the address of the server. Tokenizer and stop texts are written with the weights.
+        The function gets `base_url`, the address of the server. Tokenizer and stop texts are written with the weights,
+        and with an adapter the name of its `base`.
 
         Raises:
             UserFileError: if the function does not exist.
@@ -49,6 +52,7 @@ class WeightReloader:
         self._tokenizer = tokenizer
         self._trainer = trainer
         self._stop = stop
+        self._base = base
         self._written: list[Path] = []
         self._function = load_reload_function(config)
 
@@ -70,7 +74,12 @@ class WeightReloader:
         folder = Path(self._config.folder).absolute() / f"version-{version}"
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_hf_policy(model, self._tokenizer, partial, self._trainer, self._stop)
+        if self._config.adapter:
+            partial.mkdir(parents=True)
+            base, adapter = split_adapter(model)
+            save_adapter_folder(base, adapter, self._base, None, self._tokenizer, partial)
+        else:
+            save_hf_policy(model, self._tokenizer, partial, self._trainer, self._stop)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         if folder in self._written:

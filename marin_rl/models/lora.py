@@ -168,10 +168,22 @@ def with_adapter(base: LmHeadModel, adapter: Adapter) -> LmHeadModel:
     return jax.tree_util.tree_map_with_path(adapt, base, is_leaf=lambda node: isinstance(node, Linear))
 
 
+def split_adapter(model: LmHeadModel) -> tuple[LmHeadModel, Adapter]:
+    """Return the base and the adapter of a model with adapted layers, as `with_adapter` got them."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_adapted)
+    adapted = {_path_text(path): leaf for path, leaf in leaves if isinstance(leaf, LoraLinear)}
+    [scale] = {layer.scale for layer in adapted.values()}
+    base = jax.tree.map(lambda leaf: leaf.linear if _is_adapted(leaf) else leaf, model, is_leaf=_is_adapted)
+    return base, Adapter({path: layer.low_rank for path, layer in adapted.items()}, scale)
+
+
+def _is_adapted(node: object) -> bool:
+    return isinstance(node, LoraLinear)
+
+
 def has_adapter(model: object) -> bool:
     """Return whether a tree of modules has adapted layers."""
-    leaves = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, LoraLinear))
-    return any(isinstance(leaf, LoraLinear) for leaf in leaves)
+    return any(map(_is_adapted, jax.tree.leaves(model, is_leaf=_is_adapted)))
 
 
 def merge_adapter(model: M) -> M:

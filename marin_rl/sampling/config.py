@@ -94,6 +94,8 @@ class ReloadConfig(ConfigSection):
     `base_url`. It makes the server load the weights and returns when they are loaded. An error ends the run."""
     keep: Annotated[int, Ge(1)] = 2
     """Newest versions of this process to keep in the folder; those of an earlier process remain."""
+    adapter: bool = False
+    """With `lora`: write the adapter alone, in PEFT's format, for a server that has its base; else a whole model."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -42,6 +42,18 @@ def test_the_link_is_moved_before_the_server_loads_and_its_cache_is_emptied_afte
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "version-1", "version-2"]
 
 
+def test_an_adapter_is_loaded_in_place_of_the_former_one(tmp_path: Path):
+    with serving(CompletionsServer()) as server:
+        for version in (0, 1):
+            folder = tmp_path / f"version-{version}"
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            reload(folder, version, server.url)
+    loads = [f"load policy from version-{version}" for version in (0, 1)]
+    assert server.calls == [loads[0], "reset_prefix_cache", loads[1], "reset_prefix_cache"]
+    assert not (tmp_path / "current").exists()
+
+
 def test_a_refusal_is_an_error(tmp_path: Path):
     write_config(tmp_path / "version-1", tied=False)
     with serving(CompletionsServer()) as server, pytest.raises(httpx.HTTPStatusError, match="404"):

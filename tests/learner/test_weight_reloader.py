@@ -1,11 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
@@ -13,6 +15,8 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.learner.weight_reloader import WeightReloader
+from marin_rl.models.lora import init_adapter, with_adapter
+from marin_rl.models.peft_format import load_peft_adapter
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -62,6 +66,20 @@ def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: Part
         loaded = load_hf_policy(str(tmp_path / "weights" / f"version-{version}"), tokenizer, trainer, model.config)
         for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_of_an_adapter_only_its_matrices_are_written(parts: Parts, tmp_path: Path):
+    base, tokenizer, trainer = parts
+    adapter = init_adapter(base, rank=2, scale=1.5, targets=["q_proj", "down_proj"], key=jax.random.PRNGKey(0))
+    adapter = jax.tree.map(lambda leaf: leaf + 0.25, adapter)
+    config = dataclasses.replace(written(tmp_path, HOOK.format(log="/dev/null")), adapter=True)
+    WeightReloader(config, URL, tokenizer, trainer, base="models/start")(with_adapter(base, adapter), 3)
+    folder = tmp_path / "weights" / "version-3"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "models/start"
+    assert not [*folder.glob("model*"), *folder.glob("config.json")]
+    loaded = load_peft_adapter(str(folder), base, jax.tree.map(jnp.zeros_like, adapter), trainer)
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(adapter), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_leftovers_are_replaced_and_other_folders_are_kept(parts: Parts, tmp_path: Path):

@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,6 +141,10 @@ class CompletionsServer(ThreadingHTTPServer):
             self.engine = self.load()
             self.calls.append("reload_weights")
             return Raw(200, b'{"results": [null]}')
+        if path == "/v1/load_lora_adapter":
+            assert set(body) == {"lora_name", "lora_path", "load_inplace"}
+            self.calls.append(f"load {body['lora_name']} from {Path(body['lora_path']).name}")
+            return Raw(200, b"Success")
         if path == "/reset_prefix_cache":
             self.calls.append("reset_prefix_cache")
             return Raw(200, b"")
