@@ -45,7 +45,7 @@ MANIFEST = "manifest.json"
 OWN_NAMES = frozenset(
     [
         *("config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "hf", "log.txt", "curves.png", "profile"),
-        *("processes", "workers", "job.json", ".lock"),
+        *("tokens.arrow", "processes", "workers", "job.json", ".lock"),
     ]
 )
 """Names in a run directory that runs write."""

@@ -99,7 +99,9 @@ class BatchBuilder:
     seed: int
     """Seed of the run, which determines the minibatches."""
     learns_without_advantages: bool = False
-    """Whether all loss tokens have a gradient: that of a critic, a KL penalty in the loss, or such a policy term."""
+    """Whether all loss tokens teach something: those of an exact divergence, or of such a policy term."""
+    updates_without_signal: bool = False
+    """Whether loss tokens that teach nothing have a gradient: that of a critic or a KL penalty in the loss."""
     observation_loss: bool = False
     """Whether observations have cross-entropy."""
     layout: RowLayout
@@ -161,7 +163,7 @@ class BatchBuilder:
                 _log_advantages(graded, scored, advantages, has_critic=self.has_critic)
             metrics |= _advantage_metrics(batch, has_critic=self.has_critic)
             numbers = [number for number, group in enumerate(groups) for one in group.rollouts if one.rewards]
-            learning = np.unique(np.array(numbers)[self.have_gradient(batch)]).size
+            learning = np.unique(np.array(numbers)[self.have_signal(batch)]).size
             metrics["groups/no_signal"] = float(len(groups) - learning)
             stored = self._stored_advantages(scored, learner_logprobs, advantages)
         return TrainingBatch(batch, stored, metrics, mismatch)
@@ -187,7 +189,7 @@ class BatchBuilder:
                 order = np.random.default_rng(seed).permutation(count)
             for part in np.array_split(order, updates.minibatches):
                 minibatch = batch if updates.minibatches == 1 else batch.take(np.sort(part))
-                if self.have_gradient(minibatch).any():
+                if self.have_signal(minibatch).any() or (self.updates_without_signal and minibatch.loss_mask.any()):
                     yield pack_batch(
                         minibatch,
                         self.aggregation,
@@ -198,8 +200,8 @@ class BatchBuilder:
                         ref_kl_mask=minibatch.loss_mask if self.kl.needs_teacher else None,
                     )
 
-    def have_gradient(self, batch: RolloutBatch) -> Bool[np.ndarray, " rollouts"]:
-        """Return which rollouts have a gradient: an advantage that counts, or a token with another loss."""
+    def have_signal(self, batch: RolloutBatch) -> Bool[np.ndarray, " rollouts"]:
+        """Return which rollouts teach something: with an advantage that counts, or a token of another such loss."""
         gains = batch.loss_mask
         if not self.learns_without_advantages:
             # In the precision of the update.
@@ -327,11 +329,9 @@ def make_batch_builder(
         aggregation=config.aggregation,
         updates=config.updates,
         has_critic=config.critic is not None,
-        learns_without_advantages=(
-            config.critic is not None
-            or config.kl.needs_teacher
-            or (isinstance(config.kl, LossKlConfig) and config.kl.beta > 0)
-            or not config.policy_loss.needs_advantage
+        learns_without_advantages=config.kl.needs_teacher or not config.policy_loss.needs_advantage,
+        updates_without_signal=(
+            config.critic is not None or (isinstance(config.kl, LossKlConfig) and config.kl.beta > 0)
         ),
         observation_loss=config.observation_loss is not None,
         max_length=config.rollouts.max_length,

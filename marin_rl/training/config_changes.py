@@ -224,7 +224,7 @@ def _require_possible(
     unnamed = [change for change in rest if not _is_named(change.key, named) and change not in (*short, *late)]
     problems = [
         *([_cannot_change(directory, fixed)] if fixed else []),
-        *(_too_short(change) for change in short),
+        *(_too_short(change, late) for change in short),
         *([_name_them(unnamed)] if unnamed else []),
     ]
     optimizer = [change for change in rest if is_within(change.key, ["optimizer"])]
@@ -269,10 +269,11 @@ def _another_run(directory: RunDirectory, newest: int) -> str:
     )
 
 
-def _too_short(change: Change) -> str:
-    remedy = f"--num_steps {change.old} goes on as before"
+def _too_short(change: Change, late: Sequence[Change]) -> str:
+    others = "".join(f" {_option(other.key, other.old)}" for other in late if other.old != NOT_SET)
+    remedy = f"--num_steps {change.old}{others} goes on as before"
     if change.old != str(change.step):
-        remedy += f", and --num_steps {change.step} ends the run"
+        remedy += f", and --num_steps {change.step}{others} ends the run"
     return f"num_steps is {change.new}, but the run has done {change.step} steps; {remedy}"
 
 

@@ -177,6 +177,7 @@ TAKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "curves of a run": ("curves.png", make_run),
     "config of a run": ("config.yaml", make_run),
     "export of a run": ("hf", make_run),
+    "tokens of a run": ("tokens.arrow", make_run),
     "rollouts of a run": ("rollouts/export", lambda path: make_run(path.parent)),
     "checkpoints of a run": ("checkpoints/step-00000009", lambda path: make_run(path.parent)),
     "link into a run": ("up/hf", make_link_to_run),

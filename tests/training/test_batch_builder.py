@@ -481,13 +481,15 @@ EQUAL = [("a", 1.0), ("b", 1.0)]
 OF_DIFFERENT = [*EQUAL, ("c", 0.0), ("d", 0.0)]
 
 
-def num_updates(made: Sequence[tuple[str, float]] = EQUAL, *, turns: int = 1, **changes: Any) -> int:
+def count_updates(made: Sequence[tuple[str, float]] = EQUAL, *, turns: int = 1, **changes: Any) -> tuple[int, float]:
+    """Return the updates of a step, and its groups without signal."""
     config = make_config(
         rollouts=RolloutConfig(prompts_per_step=4, group_size=4, max_length=32, max_turns=2), **changes
     )
     builder = bare_builder(config, reference=lambda batch: np.full(batch.input_ids.shape, -2.0))
     rollouts = [rollout(name, reward, turn(2), *[turn(2, starts=False)] * (turns - 1)) for name, reward in made]
-    return len(list(builder.minibatches(build(builder, *rollouts).rollouts, 1)))
+    batch = build(builder, *rollouts)
+    return len(list(builder.minibatches(batch.rollouts, 1))), batch.metrics["groups/no_signal"]
 
 
 @pytest.mark.parametrize(
@@ -520,12 +522,25 @@ def num_updates(made: Sequence[tuple[str, float]] = EQUAL, *, turns: int = 1, **
     ],
 )
 def test_a_batch_of_equal_rewards_makes_an_update_only_for_another_loss(updates: int, changes: dict[str, Any]):
-    assert num_updates(**changes) == updates
+    assert count_updates(**changes)[0] == updates
 
 
 def test_a_policy_term_can_declare_a_gradient_without_advantages(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ReinforceLossConfig, "needs_advantage", False)
-    assert num_updates() == 1
+    assert count_updates() == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes"),
+    [
+        ((1, 1.0), {"kl": LossKlConfig(beta=0.1)}),
+        ((1, 0.0), {"kl": LossKlConfig(beta=0.1), "made": OF_DIFFERENT}),
+        ((1, 0.0), {"kl": ExactKlConfig(0.5)}),
+        ((1, 0.0), {"advantage": GaeConfig(), "critic": CriticConfig(), "policy_loss": PpoClipLossConfig()}),
+    ],
+)
+def test_a_penalty_makes_updates_without_a_signal(counts: tuple[int, float], changes: dict[str, Any]):
+    assert count_updates(**changes) == counts
 
 
 def test_each_minibatch_is_left_out_for_its_own_advantages():

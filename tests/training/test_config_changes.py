@@ -193,6 +193,18 @@ def test_a_run_cannot_end_before_its_completed_steps(tmp_path: Path):
     assert "--num_steps 12 ends the run" in message
 
 
+def test_the_way_back_from_a_longer_run_restores_all_keys(tmp_path: Path):
+    directory = begun(tmp_path)
+    short = dataclasses.replace(CONFIG, num_steps=11, optimizer=dataclasses.replace(ADAM, learning_rate=0.5))
+    message = refusal(directory, short, "num_steps")
+    for end, num_changes in (("goes on as before", 0), ("ends the run", 1)):
+        (options,) = re.findall(rf"(--num_steps [^;,]*) {end}", message)
+        file = tmp_path / "short.yaml"
+        file.write_text(to_yaml(short))
+        parsed = parse_config(TrainConfig, ["--config", str(file), *shlex.split(options)])
+        assert len(plan_changes(directory, parsed.config, parsed.named)) == num_changes
+
+
 def test_all_refused_keys_are_reported_together(tmp_path: Path):
     config = dataclasses.replace(CONFIG, num_steps=2, seed=1, optimizer=dataclasses.replace(ADAM, learning_rate=0.5))
     message = refusal(begun(tmp_path), config)
