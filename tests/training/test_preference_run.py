@@ -256,7 +256,7 @@ def test_export_holds_the_trained_weights(tiny, trainer, finished: TinyRun) -> N
     [
         ({"batch__long_sequences": "truncate"}, "batch.long_sequences is truncate, but a cut answer"),
         ({"trainer__per_device_parallelism": 1, "batch__packing": False}, "both answers of a pair must fit"),
-        ({"batch__max_length": 7}, "pairs.jsonl:1: a sequence has 8 tokens"),
+        ({"batch__max_length": 7}, "pairs.jsonl:1: a sequence has at least 8 tokens"),
         ({"loss__beta": 0}, "loss.beta"),
         ({"loss__label_smoothing": 0.5}, "loss.label_smoothing"),
         ({"preferences__path": "absent.jsonl"}, "preferences.path is 'absent.jsonl', which does not exist"),
