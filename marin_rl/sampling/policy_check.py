@@ -4,9 +4,10 @@
 """Compares the policy that a server samples from with the learner's.
 
 After each reload the server continues a few fixed prompts, and the log-probs of the sampled tokens are compared with
-the learner's in float32. The learner also computes them in bfloat16: the mean difference between its two is the
-rounding that bfloat16 makes in this model, on these tokens. A server may differ by `_HALF_BOUND` times as much. If it
-differed by less than `_SINGLE_BOUND` times as much at the start, it computes in float32 and must stay below that.
+the learner's in float32. The learner also computes them in bfloat16: the mean difference between its two, in the check
+where it was largest, is the rounding that bfloat16 makes in this model. A server may differ by `_HALF_BOUND` times as
+much. If it differed by less than `_SINGLE_BOUND` times as much at the start, it computes in float32 and must stay below
+that.
 """
 
 import dataclasses
@@ -47,6 +48,8 @@ class PolicyCheck:
     base_url: str
     """Address of the server, for messages."""
     _bound: float = _HALF_BOUND
+    _rounding: float = _LEAST / _SINGLE_BOUND
+    """The largest rounding of the checks: that of a few tokens may be small by chance."""
     _last: tuple[WeightVersion, Sequence[Generation]] | None = None
 
     def requests(self, vocab_size: int, max_context: int, max_new_tokens: int) -> list[SampleRequest]:
@@ -71,7 +74,8 @@ class PolicyCheck:
         """
         served = np.concatenate([one.logprobs for one in told])
         exact, rounded = self._learner_values(model, requests, told, self.temperature)
-        rounding = max(_mean(exact - rounded), _LEAST / _SINGLE_BOUND)
+        measured = _mean(exact - rounded)
+        self._rounding = rounding = max(measured, self._rounding)
         difference, bound = _mean(served - exact), self._bound * rounding
         if not difference <= bound:
             cause = self._cause(model, requests, told, bound)
@@ -81,7 +85,8 @@ class PolicyCheck:
                 f"{len(served)} tokens differ from the learner's by {difference:.2g} in the mean, of which rounding to "
                 f"{kind} explains at most {bound:.2g}; {cause}"
             )
-        if self._last is None and difference <= _SINGLE_BOUND * rounding:
+        # If bfloat16 rounds nothing, as with a policy without entropy, the type cannot be told.
+        if self._last is None and difference < _SINGLE_BOUND * measured:
             self._bound = _SINGLE_BOUND
         logger.info("version %d: log-probs of the server differ by %.2g, at most %.2g", version, difference, bound)
         self._last = version, told
@@ -91,10 +96,14 @@ class PolicyCheck:
     ) -> tuple[np.ndarray, np.ndarray]:
         sequences = [(*request.prompt_tokens, *one.token_ids) for request, one in zip(requests, told, strict=True)]
         exact, rounded = self.learner(model, sequences, temperature)
-        sizes = [len(one.token_ids) for one in told]
-        return tuple(
-            np.concatenate([values[-size:] for values, size in zip(of, sizes, strict=True)]) for of in (exact, rounded)
-        )
+
+        def sampled(values: Sequence[Sequence[float]]) -> np.ndarray:
+            # Of an aborted generation there may be none.
+            return np.concatenate(
+                [of[len(request.prompt_tokens) - 1 :] for request, of in zip(requests, values, strict=True)]
+            )
+
+        return sampled(exact), sampled(rounded)
 
     def _cause(
         self, model: LmHeadModel, requests: Sequence[SampleRequest], told: Sequence[Generation], bound: float

@@ -42,8 +42,9 @@ _FLOAT32, _INT64 = 1, 2
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 _STOPPED, _LENGTH = 0, 1
 _UNDEFINED_LOGPROB = -99999.0
-MAX_PARTS = 2**17
-"""Maximum number of fields of a request, those of all messages in it together. The SDK sends fewer than 2**16."""
+MAX_PARTS = 2**20
+"""Maximum number of fields of a request, those of all messages in it together. The SDK sends fewer: up to 1,024 data
+and 5 MB, of which a chunk has 3 fields and at least 16 bytes with its targets and weights."""
 MAX_SPARSE_ELEMENTS = 2**25
 """Maximum number of elements of the sparse tensors of a request, zeros included."""
 

@@ -3,6 +3,7 @@
 
 """The sampler with a real HTTP server on loopback."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -21,9 +22,9 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.policy_check import NEW_TOKENS, PROMPTS
+from marin_rl.sampling.policy_check import NEW_TOKENS, PROMPTS, PolicyCheck
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
-from marin_rl.types import StopReason
+from marin_rl.types import Generation, StopReason
 from marin_rl.utils.http_client import response_limit
 from marin_rl.utils.retry import RetryConfig
 from tests.sampling.completions_server import CompletionsServer, Continued, Raw, TableEngine, error, serving
@@ -339,8 +340,10 @@ class PolicyEngine:
         return Continued(new, np.roll(told[-len(new) :], self.shift).tolist(), [{} for _ in new])
 
 
-def checked(server: CompletionsServer, *engines: PolicyEngine, temperature: float = 1.0) -> None:
-    """Serve an engine after each reload, of the old weights and then always of the new ones."""
+def checked(
+    server: CompletionsServer, *engines: PolicyEngine, temperature: float = 1.0, first: Policy | None = None
+) -> None:
+    """Serve an engine after each reload, of the first weights (the old ones) and then always of the new ones."""
     left = iter(engines)
 
     def load(model: Any, version: int) -> None:
@@ -356,7 +359,7 @@ def checked(server: CompletionsServer, *engines: PolicyEngine, temperature: floa
         learner=learner,
     )
     for version in range(len(engines)):
-        sampler.update_weights(Mock(spec=LmHeadModel, policy=NEW if version else OLD), version)
+        sampler.update_weights(Mock(spec=LmHeadModel, policy=NEW if version else first or OLD), version)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
@@ -366,6 +369,44 @@ def test_a_server_that_rounds_passes(server: CompletionsServer, dtype: Any, temp
     checked(server, *engines, temperature=temperature)
     assert len(server.received) == 3 * PROMPTS
     assert all(body["max_tokens"] <= NEW_TOKENS and len(body["prompt"]) == 8 for body in server.received)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+@pytest.mark.parametrize("scale", [1e-3, 40.0])
+def test_a_first_policy_without_rounding_does_not_tell_the_type(server: CompletionsServer, dtype: Any, scale: float):
+    first = Policy(np.array([2.0, 1.0, -1.0, 0.0, -2.0, -3.0]) * np.ones((6, 1)) * scale)
+    checked(server, *(PolicyEngine(policy, dtype) for policy in (first, NEW, NEW)), first=first)
+
+
+def test_an_aborted_generation_is_no_difference(server: CompletionsServer):
+    def abort(body: Any) -> Any:
+        if body["choices"][0]["token_ids"][0] == 0:
+            aborted = changed_choice(token_ids=[], finish_reason="abort", logprobs={"token_logprobs": []})
+            return aborted(body)
+        return body
+
+    server.change = abort
+    checked(server, PolicyEngine(OLD), PolicyEngine(NEW))
+
+
+@pytest.mark.parametrize(("difference", "passes"), [(0.03, True), (0.05, False)])
+def test_few_tokens_that_round_little_by_chance_do_not_lower_the_bound(difference: float, passes: bool):
+    rounding = 0.01
+
+    def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float) -> Any:
+        return [[-1.0] * 8] * PROMPTS, [[-1.0 - rounding] * 8] * PROMPTS
+
+    check = PolicyCheck(learner, 1.0, "http://localhost")
+    requests = check.requests(6, 64, 1)
+
+    def compare(version: int, off: float) -> None:
+        told = [Generation((1,), (-1.0 - off,), StopReason.LENGTH, version, version)] * PROMPTS
+        check.compare(Mock(spec=LmHeadModel), version, requests, told)
+
+    compare(0, 0.01)
+    rounding = 0.001
+    with contextlib.nullcontext() if passes else pytest.raises(SamplerError):
+        compare(1, difference)
 
 
 FAULTS = {

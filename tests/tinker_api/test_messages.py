@@ -174,7 +174,8 @@ def field(number: int, content: bytes) -> bytes:
 
 HEAD = body("s:train:0", 1, [])
 TARGETS = field(1, b"target_tokens")
-MANY = MAX_PARTS + 1
+MANY = 1001
+"""More than the parts that the tests of bombs allow."""
 BOMBS = {
     "datums": HEAD + field(3, b"") * MANY,
     "datums with a chunk": HEAD + field(3, field(1, b"")) * MANY,
@@ -204,24 +205,42 @@ def test_bodies_of_too_many_parts_are_refused_before_they_are_built(name: str, m
     def build(kind: str) -> object:
         raise AssertionError(f"a {kind} is built")
 
+    monkeypatch.setattr(messages, "MAX_PARTS", MANY - 1)
     monkeypatch.setattr(messages, "message_class", build)
     with pytest.raises(RequestError):
         parse_forward_backward(BOMBS[name])
 
 
 @pytest.mark.parametrize("end", [b"\xff" * MANY, b"\x1a\xff\xff\xff\xff\x0f" + b"\0" * MANY, field(3, b"\xff" * MANY)])
-def test_large_bodies_of_other_bytes_are_refused(end: bytes) -> None:
+def test_large_bodies_of_other_bytes_are_refused(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_PARTS", MANY - 1)
     with pytest.raises(RequestError):
         parse_forward_backward(HEAD + end)
 
 
 def test_large_bodies_of_few_parts_are_read() -> None:
-    tokens = [list(range(MANY // 4)), *[[7]] * 1024]
+    tokens = [list(range(MAX_PARTS // 8)), *[[7]] * 1024]
     data = body("s:train:0", 1, tokens)
     assert len(data) > MAX_PARTS
     read = read_forward_backward(data).data
     assert [datum.tokens.tolist() for datum in read] == tokens
     assert [datum.inputs["target_tokens"].tolist() for datum in read] == tokens
+
+
+@pytest.mark.parametrize(("chunks", "size"), [(40, 5), (305, 1)])
+def test_the_largest_requests_of_the_sdk_are_read(chunks: int, size: int) -> None:
+    tokens = list(range(chunks * size))
+    message = message_class("ForwardBackwardRequest")()
+    message.ParseFromString(body("s:train:0", 1, [tokens]))
+    [datum] = message.data
+    del datum.model_input[:]
+    for start in range(0, len(tokens), size):
+        datum.model_input.add().encoded_text.tokens = np.array(tokens[start : start + size], "<i4").tobytes()
+    # Of a token, with its target and weight, the SDK counts 16 bytes.
+    assert 1024 * 16 * len(tokens) < 5_000_000
+    read = parse_forward_backward(HEAD + field(3, datum.SerializeToString()) * 1024).data
+    assert len(read) == 1024
+    assert [len(datum.model_input) for datum in read] == [chunks] * 1024
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 1], [2**62] * 1000, [1] * 100_000])
