@@ -12,6 +12,9 @@ write the link, with the run's initial weights:
 A model with tied embeddings is served with a head of its own. vLLM reloads the tensors of the folder, layer by layer.
 The head of a tied model has none there, and on a CPU vLLM multiplies with a packed copy of the head, which then keeps
 the old embedding ("ParallelLMHead: Failed to load weights").
+
+Of a run with `lora`, the server loads the adapter alone, if it serves the base with --enable-lora and
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 """
 
 import argparse
@@ -24,6 +27,8 @@ import httpx
 
 TIMEOUT = 600.0
 """Timeout of a call in seconds."""
+ADAPTER = "policy"
+"""Name of the adapter on the server, which is `sampler.model` of a run with `lora`; each version replaces the last."""
 HEAD_FILE = "lm_head.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDINGS = "model.embed_tokens.weight", "transformer.wte.weight", "wte.weight"
@@ -33,21 +38,25 @@ HEADLESS = "gemma2"
 
 
 def reload(folder: Path, version: int, base_url: str) -> None:
-    """Give the weights a head, point `current` to them, reload the server's weights and clear its prefix cache.
+    """Load weights or an adapter, and clear the server's prefix cache.
 
     Args:
-        folder: new weights in Hugging Face format.
+        folder: new weights in Hugging Face format, or an adapter in the format of PEFT.
         version: version of the weights.
         base_url: address of the server, ending in `/v1`.
 
     Raises:
         httpx.HTTPError: if the server does not respond or rejects a call.
     """
-    untie_head(folder)
-    point_to(folder)
     root = base_url.rstrip("/").removesuffix("/v1")
     with httpx.Client(timeout=TIMEOUT) as client:
-        client.post(f"{root}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+        if (folder / "adapter_config.json").exists():
+            adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+            client.post(f"{root}/v1/load_lora_adapter", json=adapter).raise_for_status()
+        else:
+            untie_head(folder)
+            point_to(folder)
+            client.post(f"{root}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
         client.post(f"{root}/reset_prefix_cache").raise_for_status()
 
 

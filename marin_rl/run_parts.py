@@ -185,7 +185,14 @@ class RunParts(AbstractModelParts):
             max_context=self.config.rollouts.max_length,
             token_bytes=stop_text_bytes(tokenizer, sampling.stop),
             vocab_size=policy.vocab_size,
-            load_weights=WeightReloader(server.reload, server.base_url, tokenizer, self.trainer, sampling.stop),
+            load_weights=WeightReloader(
+                server.reload,
+                server.base_url,
+                tokenizer,
+                self.trainer,
+                sampling.stop,
+                base_name=str(self.config.initialize_from),
+            ),
             learner=self.learner_logprobs,
         )
         sampler.update_weights(policy, version)

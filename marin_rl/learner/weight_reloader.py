@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import equinox as eqx
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.policy_model import save_adapter_folder, save_hf_policy
+from marin_rl.models.lora import has_adapter, split_adapter
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
@@ -36,6 +38,7 @@ class WeightReloader:
         tokenizer: ChatTokenizer,
         trainer: AbstractTrainerConfig,
         stop: Sequence[str] = (),
+        base_name: str = "",
     ) -> None:
         """Import the user's function.
 
@@ -45,6 +48,7 @@ class WeightReloader:
             tokenizer: written with the weights.
             trainer: mesh and axis mapping of the weights.
             stop: stop texts, written with the weights.
+            base_name: folder or hub name of the model that an adapter changes.
 
         Raises:
             UserFileError: if the function does not exist.
@@ -54,6 +58,7 @@ class WeightReloader:
         self._tokenizer = tokenizer
         self._trainer = trainer
         self._stop = stop
+        self._base_name = base_name
         self._written: list[Path] = []
         self._function = load_reload_function(config)
 
@@ -61,7 +66,7 @@ class WeightReloader:
         """Write weights, and return when the server has loaded them.
 
         Args:
-            model: the weights.
+            model: the weights. Of a model with an adapter, only the adapter is written, in the format of PEFT.
             version: number of training steps. A version may be served again with other weights.
 
         Raises:
@@ -77,7 +82,12 @@ class WeightReloader:
         folder = Path(self._config.folder).absolute() / f"version-{version}"
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_hf_policy(model, self._tokenizer, partial, self._trainer, self._stop)
+        if has_adapter(model):
+            partial.mkdir(parents=True)
+            base, adapter = split_adapter(eqx.filter(model, eqx.is_array))
+            save_adapter_folder(base, adapter, self._base_name, None, self._tokenizer, partial)
+        else:
+            save_hf_policy(model, self._tokenizer, partial, self._trainer, self._stop)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         if folder in self._written:

@@ -157,6 +157,18 @@ def with_adapter(base: LmHeadModel, adapter: Adapter) -> LmHeadModel:
     return jax.tree_util.tree_map_with_path(adapt, base, is_leaf=lambda node: isinstance(node, Linear))
 
 
+def split_adapter(model: LmHeadModel) -> tuple[LmHeadModel, Adapter]:
+    """Return the base and the adapter of a model from `with_adapter`."""
+    paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, LoraLinear))
+    adapted = {_path_text(path): node for path, node in paths if isinstance(node, LoraLinear)}
+
+    def restore(node: Any) -> Any:
+        return node.linear if isinstance(node, LoraLinear) else node
+
+    base = jax.tree.map(restore, model, is_leaf=lambda node: isinstance(node, LoraLinear))
+    return base, Adapter({path: node.low_rank for path, node in adapted.items()}, next(iter(adapted.values())).scale)
+
+
 def has_adapter(model: object) -> bool:
     """Return whether a tree of modules has adapted layers."""
     leaves = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, LoraLinear))

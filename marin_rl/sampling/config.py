@@ -86,7 +86,7 @@ class ReloadConfig(ConfigSection):
 
     folder: str = dataclasses.field(metadata=LOCAL_PATH)
     """Folder that the server reads, dedicated to this run. Version 7 is written atomically to `version-7` in it, in
-    Hugging Face format."""
+    Hugging Face format; with `lora` only the adapter, in the format of PEFT."""
     path: str = dataclasses.field(metadata=LOCAL_FILE)
     """Python file with the function; relative paths are relative to the working directory."""
     function: str
