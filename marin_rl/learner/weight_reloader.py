@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import equinox as eqx
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.learner.policy_model import save_adapter_folder, save_hf_policy
@@ -76,7 +77,7 @@ class WeightReloader:
         shutil.rmtree(partial, ignore_errors=True)
         if self._config.adapter:
             partial.mkdir(parents=True)
-            base, adapter = split_adapter(model)
+            base, adapter = split_adapter(eqx.filter(model, eqx.is_array))
             save_adapter_folder(base, adapter, self._base, None, self._tokenizer, partial)
         else:
             save_hf_policy(model, self._tokenizer, partial, self._trainer, self._stop)

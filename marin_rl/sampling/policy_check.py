@@ -136,8 +136,8 @@ class PolicyCheck:
                 "keep the old one, and the served folder needs a head of its own, which experiments/reload_vllm.py adds"
             )
         return (
-            "it serves another model, other weights, or a part of them; check that the function of sampler.reload "
-            "loads the folder that it gets, with a head of its own for tied embeddings"
+            "it serves another model (with lora, another base), other weights, or a part of them; check that the "
+            "function of sampler.reload loads the folder that it gets, with a head of its own for tied embeddings"
         )
 
 
