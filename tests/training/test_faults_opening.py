@@ -110,6 +110,8 @@ def test_interrupt_in_first_evaluation_and_failing_store_close(
         raise OSError(28, "No space left on device")
 
     def interrupt(message: str) -> None:
+        if message.startswith("warning: only 1 held-out task"):
+            return
         assert message.startswith("before RL")
         watch.update()
         raise KeyboardInterrupt
