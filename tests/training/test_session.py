@@ -68,8 +68,8 @@ def test_only_settings_without_effect_on_results_may_change_on_resume(
     error = capfd.readouterr().err
     assert f"run directory {str(again.path)!r} belongs to a run with another config:" in error
     assert "seed: 3 there, 4 now" in error
-    # This one is named, so it could change.
-    assert "optimizer.learning_rate" not in error
+    # This one is named, so it could change if a step were trained.
+    assert "the run has done 6 steps, so no step would be trained with the new optimizer.learning_rate" in error
     assert 'workers.refresh: "between_groups" there, "in_flight" now' in error
     assert "choose another run_dir" in error
     files.pop(".lock")
