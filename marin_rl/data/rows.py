@@ -247,7 +247,7 @@ def read_messages(row: Row, column: str) -> list[Message]:
         ValueError: if it is not valid; the message names the row, the column and the message.
     """
     value = row.values[column]
-    if isinstance(value, str) and column != "messages":
+    if isinstance(value, str) and column not in ("messages", "conversations"):
         if not value.strip():
             raise ValueError(f"{row.where}: column {column!r} is empty; fill it or remove the row")
         return [Message(role="user" if column == "prompt" else "assistant", content=value)]
@@ -325,7 +325,7 @@ def _function(value: Any) -> Mapping[str, Any]:
 def _from_json(value: Any, name: str) -> Any:
     """Parse a value that may be JSON as text; a message begins with `name`."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} not JSON: {error}") from error
 

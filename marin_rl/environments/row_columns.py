@@ -25,7 +25,7 @@ _KNOWN = {
     "function_call tool_choice parallel_tool_calls response_format": "because the chat template has no place for it",
     _WEIGHTS: "and the rows that should not count, because all weigh 1",
     _MARKS: "and the rows whose answer it marks as bad",
-    "input_ids": "or those of the text",
+    "input_ids prompt_input_ids chosen_input_ids rejected_input_ids": "or those of the text",
     "loss_mask label_mask labels_mask assistant_mask target_mask prompt_mask prompt_length source_len": _MASK,
     "shift_labels targets target_ids": "and write labels, which are not shifted",
     "segment_ids sequence_ids document_ids doc_ids seq_idx cu_seqlens cu_seq_lens cu_seq_lens_q": _LENGTHS,
@@ -36,8 +36,17 @@ _KNOWN = {
 REMEDIES = {column: remedy for columns, remedy in _KNOWN.items() for column in columns.split()}
 """What to do beside removing a column, for rows in which the column is not used but has an effect."""
 
-_NEUTRAL = {"token_type_ids": 0, **dict.fromkeys(_WEIGHTS.split(), 1)}
-"""Values without an effect, apart from empty ones."""
+EMPTY = None, "", [], {}
+"""Values without an effect in every column, and in every key of a message."""
+_NEUTRAL = {
+    "token_type_ids": 0,
+    "parallel_tool_calls": True,
+    **dict.fromkeys(("function_call", "tool_choice"), "auto"),
+    **dict.fromkeys(_WEIGHTS.split(), 1),
+}
+"""Further values without an effect."""
+OF_TOKENS = "targets prompt_length source_len"
+"""Columns with a known meaning only beside `input_ids`."""
 
 
 class Row(NamedTuple):
@@ -61,8 +70,9 @@ def check_columns(row: Row, used: Collection[str]) -> None:
     Raises:
         ValueError: if it has one with an effect; the message names the row and the column.
     """
+    ignored = {*used, *(OF_TOKENS.split() if row.values.get("input_ids") is None else ())}
     for name, value in row.values.items():
-        if name in REMEDIES and name not in used and _has_effect(name, value):
+        if name in REMEDIES and name not in ignored and _has_effect(name, value) and not _is_message(value, row, used):
             raise ValueError(
                 f"{row.where}: column {name!r} holds {value!r:.200}, which is not applied; remove the column, "
                 f"{REMEDIES[name]}"
@@ -75,11 +85,18 @@ def unused_columns(rows: Iterable[Row], used: Collection[str]) -> list[str]:
     return [name for name in held if name not in used]
 
 
+def _is_message(value: Any, row: Row, used: Collection[str]) -> bool:
+    """Return whether a value, such as a system prompt, is also the text of a message."""
+    lists = [row.values[column] for column in used if isinstance(row.values.get(column), list)]
+    messages = (item for items in lists for item in items if isinstance(item, Mapping))
+    return any(value in (item.get("content"), item.get("value")) for item in messages)
+
+
 def _has_effect(name: str, value: Any) -> bool:
     if name in _MARKS.split():
         # Other values are classes.
         return value is False
-    parts, neutral = [value], (None, "", _NEUTRAL.get(name))
+    parts, neutral = [value], (*EMPTY, _NEUTRAL.get(name))
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping | list):

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from marin_rl.environments.row_columns import Row, check_columns
+from marin_rl.environments.row_columns import EMPTY, Row, check_columns
 from marin_rl.environments.splits import Problem, problem_id, question_text
 from marin_rl.rewards.reply_text import check_pattern, extract_last
 from marin_rl.types import Message, Task
@@ -212,8 +212,8 @@ def parse_message(item: Any, where: str) -> Message:
         )
     if item.get("role") not in _ROLES:
         raise ValueError(f"{where} has the role {item.get('role')!r}; choose one of {', '.join(_ROLES)}")
-    # In a dataset of structs every message has all keys, most of them null.
-    if extra := [key for key, field in item.items() if key not in ("role", "content", "weight") and field is not None]:
+    # In a dataset of structs every message has all keys, most of them null, or empty.
+    if extra := [key for key, field in item.items() if key not in ("role", "content", "weight") and field not in EMPTY]:
         remedy = (
             "write weight: 0 for a reply without loss"
             if extra[0] in _LOSS_FLAGS.split()

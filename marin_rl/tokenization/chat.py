@@ -96,7 +96,7 @@ class ChatTokenizer:
         """SHA-256 checksum of everything that determines the tokens of a conversation."""
         versions = [module.__version__ for module in (jinja2, tokenizers, transformers)]
         templates = self._template.source, self._tool_template.source
-        special = self.tokenizer.special_tokens_map, self.stop_token_ids
+        special = self.tokenizer.special_tokens_map, self.stop_token_ids, self.tokenizer.split_special_tokens
         parts = [self.tokenizer.backend_tokenizer.to_str(), templates, special, versions]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -155,6 +155,7 @@ class ChatTemplate:
     def _variables(self, tools: Sequence[ToolSchema], add_generation_prompt: bool) -> dict[str, Any]:
         return {
             "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": TEMPLATE_DATE.strftime,
             **self.variables,

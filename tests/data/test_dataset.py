@@ -373,6 +373,12 @@ def other_template() -> ChatTokenizer:
     return ChatTokenizer(tokenizer)
 
 
+def splitting_special_tokens() -> ChatTokenizer:
+    tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = True
+    return ChatTokenizer(tokenizer)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -384,8 +390,9 @@ def other_template() -> ChatTokenizer:
         {"max_length": 999},
         {"tokenizer": ChatTokenizer(byte_tokenizer(), (97,))},
         {"tokenizer": other_template()},
+        {"tokenizer": splitting_special_tokens()},
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_stored_tokens_of_other_rows_or_settings_are_not_used(settings: dict[str, Any], tmp_path: Path):
     data, _ = stored_tokens(tmp_path)

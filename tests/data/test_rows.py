@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from marin_rl.data.rows import Example, Form, encode_row, form_of
-from marin_rl.environments.row_columns import REMEDIES, Row, unused_columns
+from marin_rl.environments.row_columns import OF_TOKENS, REMEDIES, Row, unused_columns
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.tokenization.conftest import CHATML as CHATML_TEMPLATE
@@ -190,6 +190,7 @@ EFFECTS: dict[str, Any] = {"label": False, "kto_tag": False, "weight": 0.5, "cha
 HARMLESS: dict[str, Any] = {
     "label": "positive", "kto_tag": True, "weight": 1.0, "sample_weight": 1, "token_weights": [1, 1.0], "images": [],
     "chat_template_kwargs": {"thinking": None, "tools": []}, "token_type_ids": [0, 0], "system": "", "history": None,
+    "tools": "", "tool_choice": "auto", "parallel_tool_calls": True,
 }  # fmt: skip
 BASES: dict[Form, dict[str, Any]] = {
     Form.MESSAGES: {"messages": [USER, REPLY]},
@@ -202,13 +203,34 @@ BASES: dict[Form, dict[str, Any]] = {
 @pytest.mark.parametrize("form", BASES)
 def test_columns_with_a_known_meaning_are_not_ignored(form: Form):
     row, used = BASES[form], form.used
-    for column in REMEDIES.keys() - set(used):
+    # These have a meaning only beside token ids.
+    others = [] if form is Form.TOKENS else OF_TOKENS.split()
+    for column in others:
+        assert texts(encode({**row, column: [0, 2]})) == texts(encode(row)), column
+    for column in REMEDIES.keys() - {*used, *others}:
         with pytest.raises(ValueError, match=rf"^rows\.jsonl:3: column '{column}' holds"):
             encode({**row, column: EFFECTS.get(column, [0, 2])})
     for column, value in HARMLESS.items():
         assert texts(encode({**row, column: value})) == texts(encode(row)), column
     rows = [Row({**row, "source": 1, "id": None}, "a"), Row({**row, "weight": 1, "id": 3}, "b")]
     assert unused_columns(rows, used) == ["source", "weight", "id"]
+
+
+@pytest.mark.parametrize("key", ["content", "value"])
+def test_a_column_that_repeats_a_message_has_no_effect(key: str):
+    messages = [{"role": "system", "content": "Be brief."}, USER, REPLY]
+    shared = [{"from": item["role"], "value": item["content"]} for item in messages]
+    row = {"messages": messages} if key == "content" else {"conversations": shared}
+    for column in ("system", "system_prompt"):
+        assert texts(encode({**row, column: "Be brief."})) == texts(encode({"messages": messages}))
+        with pytest.raises(ValueError, match=f"column '{column}' holds 'Be'"):
+            encode({**row, column: "Be"})
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+def test_an_empty_key_of_a_message_has_no_effect(value: Any):
+    row = {"messages": [{**USER, "name": value}, {**REPLY, "reasoning_content": value, "tool_calls": value}]}
+    assert texts(encode(row)) == texts(encode({"messages": [USER, REPLY]}))
 
 
 IDS = [5, 6, 7, 8, 9]
@@ -397,6 +419,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "near column": ({"message": []}, "did you mean 'messages'"),
     "no messages": ({"messages": []}, "column 'messages' holds []"),
     "no list": ({"messages": 3}, "column 'messages' holds 3"),
+    "conversation as text": ({"conversations": "[{}]"}, "column 'conversations' holds '[{}]'; it must be a list"),
+    "false key": ({"messages": [USER, {**REPLY, "train": 0}]}, "message 1 has the key 'train'"),
     "role": ({"messages": [{"role": "bot", "content": "x"}]}, "message 0 has the role 'bot'; choose one of system"),
     "content": ({"messages": [USER, {"role": "assistant", "content": 5}]}, "message 1 is {'role': 'assistant'"),
     "key": (

@@ -101,6 +101,7 @@ ONE_RENDERING = {
     "other name": "{%- set rest = messages %}" + LOOP.replace("in messages", "in rest").replace("%s", TURN),
     "macro": "{%- macro turn(message) %}" + TURN + "{%- endmacro %}" + LOOP.replace("%s", "{{- turn(message) }}"),
     "trim": LOOP.replace("%s", TURN.replace("message.content", "(message.content | trim)")),
+    "documents": "{%- if documents is defined %}{{- documents }}{%- endif %}" + LOOP.replace("%s", TURN),
     "continue": LOOP.replace("%s", "{%- if message.role == 'tool' %}{%- continue %}{%- endif %}" + TURN),
 }
 """Templates whose tokens one rendering must give."""
