@@ -38,12 +38,8 @@ REMEDIES = {column: remedy for columns, remedy in _KNOWN.items() for column in c
 
 EMPTY = None, "", [], {}
 """Values without an effect in every column, and in every key of a message."""
-_NEUTRAL = {
-    "token_type_ids": 0,
-    "parallel_tool_calls": True,
-    **dict.fromkeys(("function_call", "tool_choice"), "auto"),
-    **dict.fromkeys(_WEIGHTS.split(), 1),
-}
+_DEFAULTS = {"token_type_ids": 0, "parallel_tool_calls": True, "tool_choice": "auto"}
+_NEUTRAL = {**_DEFAULTS, **dict.fromkeys(_WEIGHTS.split(), 1)}
 """Further values without an effect."""
 OF_TOKENS = "targets prompt_length source_len"
 """Columns with a known meaning only beside `input_ids`."""
