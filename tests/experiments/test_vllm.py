@@ -7,6 +7,7 @@ VLLM=/path/to/environment/bin/vllm pytest -m vllm
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -18,10 +19,10 @@ import httpx
 import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
+from experiments.reload_vllm import ADAPTER, HEAD_FILE, reload
 from experiments.reload_vllm import main as write_start
-from experiments.reload_vllm import reload
 from marin_rl.export import main as export
-from marin_rl.rewards.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
 from tests.distributed.thread_workers import thread_workers
 from tests.free_port import free_port
@@ -49,7 +50,6 @@ FLAGS = {
     "max-model-len": "512",
     "generation-config": "vllm",
     "logprobs-mode": "processed_logprobs",
-    "max-lora-rank": "8",
 }
 MODEL = {
     "type": "llama",
@@ -72,7 +72,9 @@ SHORT = {
     "evaluation__every": 0,
     "checkpoint__every": 0,
     "sampling__temperature": 0.8,
+    "environment__format": {"regex": "(?s)^[ -~].*$", "weight": 0.25},
 }
+"""Some replies of an untrained model begin with a printable character, so every step makes an update."""
 
 
 class Served(NamedTuple):
@@ -84,28 +86,44 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("vllm")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The initial weights."""
+    folder = tmp_path_factory.mktemp("start")
     first = make_run(folder, **{**SHORT, "num_steps": 1})
     assert first.train() == 0
-    start, served, port = folder / "start", folder / "served", free_port()
-    assert export(["--run", str(first.path), "--output", str(start)]) == 0
-    write_start([str(start), str(served)])
-    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
-    command = [str(VLLM), "serve", str(served / "current"), *flags, "--enforce-eager", "--enable-lora", "--port"]
-    path = f"{Path(str(VLLM)).parent}:{os.environ['PATH']}"
+    assert export(["--run", str(first.path), "--output", str(folder / "hf")]) == 0
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def vllm(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    write_start([str(start), str(folder / "weights")])
+    with serving(folder / "weights" / "current", folder / "log") as url:
+        yield Served(url, start, folder / "weights")
+
+
+@contextlib.contextmanager
+def serving(model: Path, log: Path, *more: str) -> Iterator[str]:
+    port, flags = free_port(), [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
+    command = [str(VLLM), "serve", str(model), *flags, "--enforce-eager", "--port", str(port), *more]
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [*command, str(port)], env={**bare, **ENVIRONMENT, "PATH": path}, stdout=log, stderr=log
-        )
-    try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=600)) as client:
-            assert client.get(f"http://127.0.0.1:{port}/health", timeout=600).status_code == 200
-        yield Served(f"http://127.0.0.1:{port}/v1", start, served)
-    finally:
-        server.terminate()
-        server.wait()
+    environment = {**bare, **ENVIRONMENT, "PATH": f"{Path(str(VLLM)).parent}:{os.environ['PATH']}"}
+    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as server:
+        try:
+            with httpx.Client() as client:
+                while not is_ready(client, port):
+                    with pytest.raises(subprocess.TimeoutExpired):
+                        server.wait(1)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.terminate()
+
+
+def is_ready(client: httpx.Client, port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return client.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    return False
 
 
 def sampler_of(vllm: Served, model: str, *, adapter: bool = False) -> dict[str, Any]:
@@ -127,20 +145,27 @@ def differences(run: TinyRun) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_log_probs_are_those_of_the_learner_after_every_reload(vllm: Served, tmp_path: Path, adapter: bool):
-    # The base of the adapter.
-    reload(vllm.folder / "start", 0, vllm.url)
-    settings = {"lora": {"rank": 4, "alpha": 8}} if adapter else {}
-    sampler = sampler_of(vllm, "policy" if adapter else "start", adapter=adapter)
-    run = make_run(tmp_path, initialize_from=str(vllm.start), sampler=sampler, **SHORT, **settings)
+def test_log_probs_are_those_of_the_learner_after_every_reload(vllm: Served, tmp_path: Path):
+    run = make_run(tmp_path, initialize_from=str(vllm.start), sampler=sampler_of(vllm, "start"), **SHORT)
     assert run.train() == 0
     found = differences(run)
     assert len(found) == 3
     assert max(found) < 1e-4
-    names = {path.name for path in (vllm.folder / "version-3").iterdir()}
-    assert ("adapter_model.safetensors" in names) == adapter
-    assert ("model.safetensors" in names) != adapter
+    assert (vllm.folder / "version-3" / HEAD_FILE).exists()
+
+
+def test_an_adapter_is_loaded_alone(start: Path, tmp_path: Path):
+    flags = "--enable-lora", "--max-lora-rank", "8"
+    with serving(start, tmp_path / "log", *flags) as url:
+        sampler = sampler_of(Served(url, start, tmp_path / "served"), ADAPTER, adapter=True)
+        run = make_run(tmp_path, initialize_from=str(start), sampler=sampler, lora={"rank": 4, "alpha": 8}, **SHORT)
+        assert run.train() == 0
+    found = differences(run)
+    assert len(found) == 3
+    assert max(found) < 1e-4
+    names = {path.name for path in (tmp_path / "served" / "version-3").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
 
 
 def test_a_worker_samples_with_it(vllm: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,18 +184,22 @@ def test_it_teaches(vllm: Served, tmp_path: Path):
     kl = {"type": "in_loss", "beta": 0.1}
     run = make_run(tmp_path, initialize_from=str(vllm.start), reference=server, kl=kl, **start)
     assert run.train() == 0
-    found = [record["kl/k3"] for record in run.records() if "kl/k3" in record]
+    found = [record["loss/kl_avg"] for record in run.records() if "loss/kl_avg" in record]
     assert len(found) == 3
-    assert abs(found[0]) < 1e-6 < found[2]
+    assert found[0] < 1e-10
+    assert found[2] > 1e-5
 
 
-def test_it_judges(vllm: Served, request_of: Any):
+def test_it_judges(vllm: Served):
     """An untrained model answers, but not with a score."""
     judge = LlmJudge(LlmJudgeConfig(base_url=vllm.url, model="start", prompt="{conversation}", max_tokens=4, retries=0))
 
+    messages = ({"role": "user", "content": "40+6="}, {"role": "assistant", "content": "46"})
+    request = RewardRequest("r", messages, "46", "t", "e", "completed")
+
     async def score() -> Any:
         try:
-            return await judge.score([request_of("46")])
+            return await judge.score([request])
         finally:
             await judge.close()
 

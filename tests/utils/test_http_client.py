@@ -48,6 +48,10 @@ class Script:
                 client.sendall(part)
                 self.sent += len(part)
                 time.sleep(self._pause)
+            # A close before the whole request is read would reset the connection.
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(65536):
+                pass
 
     def close(self) -> None:
         self._listener.close()
