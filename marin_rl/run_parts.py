@@ -199,26 +199,23 @@ class RunParts(AbstractModelParts):
         return sampler
 
     def learner_logprobs(
-        self, policy: LmHeadModel, sequences: Sequence[tuple[int, ...]], temperature: float
-    ) -> tuple[list[list[float]], list[list[float]]]:
-        """Compute log-probs of the tokens after the first in float32 and in bfloat16; a `LearnerLogprobs`."""
+        self, policy: LmHeadModel, sequences: Sequence[tuple[int, ...]], temperature: float, dtype: str
+    ) -> list[list[float]]:
+        """Compute log-probs of the tokens after the first; a `LearnerLogprobs`."""
         with self.trainer.use_device_mesh(), hax.axis_mapping(self.trainer.parameter_axis_mapping):
             policy = eqx.filter_jit(merge_adapter)(policy) if has_adapter(policy) else policy
-        scored = []
-        for kind in ("float32", "bfloat16"):
-            if (score := self._scorers.get((kind, temperature))) is None:
-                mp = dataclasses.replace(self.trainer.mp, compute_dtype=jnp.dtype(kind))
-                score = self._scorers[kind, temperature] = sequence_scorer(
-                    policy.config,
-                    dataclasses.replace(self.trainer, mp=mp),
-                    MAX_TOKENS,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    temperature=temperature,
-                    block_size=self.logprob_block,
-                    tokens=MAX_TOKENS,
-                )
-            scored.append(score(policy, sequences))
-        return scored[0], scored[1]
+        if (score := self._scorers.get((dtype, temperature))) is None:
+            mp = dataclasses.replace(self.trainer.mp, compute_dtype=jnp.dtype(dtype))
+            score = self._scorers[dtype, temperature] = sequence_scorer(
+                policy.config,
+                dataclasses.replace(self.trainer, mp=mp),
+                MAX_TOKENS,
+                pad_token_id=self.tokenizer.pad_token_id,
+                temperature=temperature,
+                block_size=self.logprob_block,
+                tokens=MAX_TOKENS,
+            )
+        return score(policy, sequences)
 
     @functools.cached_property
     def _scorers(self) -> dict[tuple[str, float], SequenceScorer]:

@@ -4,10 +4,10 @@
 """Compares the policy that a server samples from with the learner's.
 
 After each reload the server continues a few fixed prompts, and the log-probs of the sampled tokens are compared with
-the learner's in float32. The learner also computes them in bfloat16: the mean difference between its two, in the check
-where it was largest, is the rounding that bfloat16 makes in this model. A server may differ by `_HALF_BOUND` times as
-much. If it differed by less than `_SINGLE_BOUND` times as much at the start, it computes in float32 and must stay below
-that.
+the learner's in float32. At the start, and in a check that would fail otherwise, the learner also computes them in
+bfloat16: the largest mean difference between its two is the rounding that bfloat16 makes in this model. A server may
+differ by `_HALF_BOUND` times as much. If it differed by less than `_SINGLE_BOUND` times as much at the start, it
+computes in float32 and must stay below that.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ _SINGLE_BOUND = 2.0**-6
 _LEAST = 1e-5
 """Nats; the bound of a model in which bfloat16 rounds nothing."""
 
-LearnerLogprobs = Callable[[LmHeadModel, Sequence[tuple[int, ...]], float], tuple[list[list[float]], list[list[float]]]]
-"""Log-probs of the tokens of each sequence after the first, at a temperature: in float32, and in bfloat16."""
+LearnerLogprobs = Callable[[LmHeadModel, Sequence[tuple[int, ...]], float, str], list[list[float]]]
+"""Log-probs of the tokens of each sequence after the first, at a temperature, computed in float32 or bfloat16."""
 
 
 @dataclasses.dataclass
@@ -73,10 +73,16 @@ class PolicyCheck:
             SamplerError: if the log-probs differ by more than rounding; names the likely cause.
         """
         served = np.concatenate([one.logprobs for one in told])
-        exact, rounded = self._learner_values(model, requests, told, self.temperature)
-        measured = _mean(exact - rounded)
-        self._rounding = rounding = max(measured, self._rounding)
-        difference, bound = _mean(served - exact), self._bound * rounding
+        exact = self._learner_values(model, requests, told, self.temperature)
+        difference = _mean(served - exact)
+        first = self._last is None
+        if first or not difference <= self._bound * self._rounding:
+            measured = _mean(exact - self._learner_values(model, requests, told, self.temperature, "bfloat16"))
+            self._rounding = max(measured, self._rounding)
+            # If bfloat16 rounds nothing, as with a policy without entropy, the type cannot be told.
+            if first and difference < _SINGLE_BOUND * measured:
+                self._bound = _SINGLE_BOUND
+        bound = self._bound * self._rounding
         if not difference <= bound:
             cause = self._cause(model, requests, told, bound)
             kind = "float32" if self._bound == _SINGLE_BOUND else "bfloat16"
@@ -85,25 +91,24 @@ class PolicyCheck:
                 f"{len(served)} tokens differ from the learner's by {difference:.2g} in the mean, of which rounding to "
                 f"{kind} explains at most {bound:.2g}; {cause}"
             )
-        # If bfloat16 rounds nothing, as with a policy without entropy, the type cannot be told.
-        if self._last is None and difference < _SINGLE_BOUND * measured:
-            self._bound = _SINGLE_BOUND
         logger.info("version %d: log-probs of the server differ by %.2g, at most %.2g", version, difference, bound)
         self._last = version, told
 
     def _learner_values(
-        self, model: LmHeadModel, requests: Sequence[SampleRequest], told: Sequence[Generation], temperature: float
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self,
+        model: LmHeadModel,
+        requests: Sequence[SampleRequest],
+        told: Sequence[Generation],
+        temperature: float,
+        dtype: str = "float32",
+    ) -> np.ndarray:
+        """Return the learner's log-probs of the sampled tokens."""
         sequences = [(*request.prompt_tokens, *one.token_ids) for request, one in zip(requests, told, strict=True)]
-        exact, rounded = self.learner(model, sequences, temperature)
-
-        def sampled(values: Sequence[Sequence[float]]) -> np.ndarray:
-            # Of an aborted generation there may be none.
-            return np.concatenate(
-                [of[len(request.prompt_tokens) - 1 :] for request, of in zip(requests, values, strict=True)]
-            )
-
-        return sampled(exact), sampled(rounded)
+        values = self.learner(model, sequences, temperature, dtype)
+        # Of an aborted generation there may be none.
+        return np.concatenate(
+            [of[len(request.prompt_tokens) - 1 :] for request, of in zip(requests, values, strict=True)]
+        )
 
     def _cause(
         self, model: LmHeadModel, requests: Sequence[SampleRequest], told: Sequence[Generation], bound: float
@@ -117,12 +122,12 @@ class PolicyCheck:
                 "load the new weights, or not this server"
             )
         served = np.concatenate([one.logprobs for one in told])
-        if self.temperature != 1.0 and _mean(served - self._learner_values(model, requests, told, 1.0)[0]) <= bound:
+        if self.temperature != 1.0 and _mean(served - self._learner_values(model, requests, told, 1.0)) <= bound:
             return (
                 f"they are those at temperature 1, but sampling.temperature is {self.temperature}; start vLLM with "
                 "--logprobs-mode processed_logprobs, or set sampling.temperature: 1.0"
             )
-        exact = self._learner_values(model, requests, told, self.temperature)[0]
+        exact = self._learner_values(model, requests, told, self.temperature)
         starts = np.cumsum([0, *(len(one.token_ids) for one in told)])[:-1]
         inner = np.setdiff1d(np.arange(len(served)), starts)
         if (

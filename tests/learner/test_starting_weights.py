@@ -117,7 +117,9 @@ def test_model_section_must_match_weights(tmp_path: Path):
 def test_checkpoint_is_sampled_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path, case: str):
     checkpoint = write_checkpoint(tmp_path / "start", case)
     start = {"model": None, "initialize_from": checkpoint, "tokenizer": {"path": "bytes"}}
-    run = new_run(**start, num_steps=1, warm_start__max_steps=0, evaluation__every=0)
+    # Of random tokens, about every second reply has a letter; a step of equal rewards would not update the weights.
+    reward = {"regex": "(?s).*[a-zA-Z].*", "weight": 0.25}
+    run = new_run(**start, num_steps=1, warm_start__max_steps=0, evaluation__every=0, environment__format=reward)
     assert run.train() == 0
     measured = [step for step in run.records() if "mismatch/logprob_difference_max" in step]
     assert measured

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marin_rl.sampling.completions import most_likely_logprob, read_completion
+from marin_rl.sampling.completions import read_completion, read_echo
 from marin_rl.sampling.sampler import SampleRequest, SamplerError
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, StopReason
@@ -109,10 +109,10 @@ def test_invalid_responses_raise_only_sampler_errors(whole: Any, choice: Any, to
         {"choices": [choice]},
         {"choices": [{"token_ids": tokens, "logprobs": logprobs, "prompt_token_ids": choice}]},
         {"choices": [{"token_ids": [1, 2, 3, 4], "logprobs": {"token_logprobs": values}}]},
-        {"choices": [{"logprobs": {"top_logprobs": [values]}}]},
-        {"choices": [{"logprobs": {"top_logprobs": values}}]},
+        {"choices": [{"index": 0, "prompt_token_ids": [1, 2, 3], "logprobs": {"token_logprobs": values}}]},
+        {"choices": [{"index": 0, "prompt_token_ids": tokens, "logprobs": logprobs}]},
         {"choices": [{"logprobs": logprobs}]},
     ):
-        for reading in (read, lambda said: most_likely_logprob(said, 0)):
+        for reading in (read, lambda said: read_echo(said, 0, 1)):
             found = outcome(reading, answer)
-            assert isinstance(found, Generation | float | None) or found.startswith("request 0: ")
+            assert isinstance(found, Generation | list) or found.startswith("request 0: ")

@@ -306,10 +306,9 @@ class Policy(NamedTuple):
         return chosen[np.arange(len(tokens) - 1), [*tokens[1:]]].tolist()
 
 
-def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float) -> Any:
-    return tuple(
-        [model.policy.logprobs(tokens, temperature, dtype) for tokens in sequences] for dtype in (np.float64, BFLOAT16)
-    )
+def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float, dtype: str) -> Any:
+    kind = BFLOAT16 if dtype == "bfloat16" else np.float64
+    return [model.policy.logprobs(tokens, temperature, kind) for tokens in sequences]
 
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -393,8 +392,8 @@ def test_an_aborted_generation_is_no_difference(server: CompletionsServer):
 def test_few_tokens_that_round_little_by_chance_do_not_lower_the_bound(difference: float, passes: bool):
     rounding = 0.01
 
-    def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float) -> Any:
-        return [[-1.0] * 8] * PROMPTS, [[-1.0 - rounding] * 8] * PROMPTS
+    def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float, dtype: str) -> Any:
+        return [[-1.0 - (rounding if dtype == "bfloat16" else 0.0)] * 8] * PROMPTS
 
     check = PolicyCheck(learner, 1.0, "http://localhost")
     requests = check.requests(6, 64, 1)

@@ -175,7 +175,8 @@ def test_supervised_training_continues_from_an_exported_adapter(
     run = make_sft_run(tmp_path, initialize_from=str(base), lora=section, epochs=1, **settings)
     assert run.train("--dry_run") == 0
     assert re.search(
-        r"trained +an adapter of rank 2: \d+ parameters, .* of q_proj, o_proj, up_proj", capfd.readouterr().out
+        r"trained +an adapter of rank 2 and alpha 3, .* = 1.5: \d+ parameters, .* of q_proj, o_proj, up_proj",
+        capfd.readouterr().out,
     )
     assert run.train("--dry_run", "--lora.rank", "3") == 1
     assert "set lora.rank: 2 and lora.alpha: 3.0" in capfd.readouterr().err
