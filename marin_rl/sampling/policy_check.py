@@ -22,7 +22,7 @@ from marin_rl.types import Generation, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 4
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 4
 """Number of prompts, tokens of each, and sampled tokens after each."""
 MAX_TOKENS = PROMPTS * (PROMPT_TOKENS + NEW_TOKENS)
 """Maximum number of tokens of a check."""

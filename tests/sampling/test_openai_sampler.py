@@ -22,7 +22,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.openai_sampler import OpenAiSampler
-from marin_rl.sampling.policy_check import NEW_TOKENS, PROMPTS, PolicyCheck
+from marin_rl.sampling.policy_check import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, PolicyCheck
 from marin_rl.sampling.sampler import Sampler, SampleRequest, SamplerError
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.http_client import response_limit
@@ -367,7 +367,7 @@ def test_a_server_that_rounds_passes(server: CompletionsServer, dtype: Any, temp
     engines = [PolicyEngine(policy, dtype) for policy in (OLD, NEW, NEW)]
     checked(server, *engines, temperature=temperature)
     assert len(server.received) == 3 * PROMPTS
-    assert all(body["max_tokens"] <= NEW_TOKENS and len(body["prompt"]) == 8 for body in server.received)
+    assert all(body["max_tokens"] <= NEW_TOKENS and len(body["prompt"]) == PROMPT_TOKENS for body in server.received)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
@@ -393,7 +393,7 @@ def test_few_tokens_that_round_little_by_chance_do_not_lower_the_bound(differenc
     rounding = 0.01
 
     def learner(model: Any, sequences: Sequence[tuple[int, ...]], temperature: float, dtype: str) -> Any:
-        return [[-1.0 - (rounding if dtype == "bfloat16" else 0.0)] * 8] * PROMPTS
+        return [[-1.0 - (rounding if dtype == "bfloat16" else 0.0)] * PROMPT_TOKENS] * PROMPTS
 
     check = PolicyCheck(learner, 1.0, "http://localhost")
     requests = check.requests(6, 64, 1)
