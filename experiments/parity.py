@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
@@ -37,6 +37,7 @@ from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.types import Message, Rollout, RolloutStatus, Task, Turn
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 MAX_LENGTH = 64
 PROMPTS = (

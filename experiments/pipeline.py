@@ -18,8 +18,8 @@ from levanter.optim.config import AdamConfig
 
 from experiments.rloo_in_code import rloo
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.supervised_config import BatchConfig, LossEvaluationConfig
-from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.config.supervised_config import BatchConfig, LossEvaluationConfig, SftConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.config import DataConfig
 from marin_rl.runs.run_directory import write_atomically
 from marin_rl.training.evaluate_checkpoint import EvaluateConfig, run_evaluation

@@ -17,10 +17,10 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.config.base_config import critic_of
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
-from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.config.supervised_config import SftConfig
+from marin_rl.config.train_config import TrainConfig, critic_of
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
@@ -33,7 +33,7 @@ from marin_rl.models.peft_format import load_peft_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.seeds import derive_seed
 
 Report = Callable[[str], None]
@@ -49,7 +49,7 @@ class AbstractModelParts(abc.ABC):
 
     config: AbstractRunConfig
     """Config of the run."""
-    trainer: AbstractTrainerConfig
+    trainer: TrainerConfig
     """Mesh, precision and sharding in this process, as returned by `start_devices`. A command without devices, which
     reads no part that needs them, has the section of the config."""
     resources: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -61,7 +61,7 @@ class AbstractModelParts(abc.ABC):
     def start(
         cls,
         config: AbstractRunConfig,
-        section: AbstractTrainerConfig | None = None,
+        section: TrainerConfig | None = None,
         *,
         alone: bool = False,
         of_other_machine: bool = False,

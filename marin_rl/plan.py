@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, check_command_line, parse_run_config, positive, run_command
+from marin_rl.config.command_line import CommandParser, check_command_line, positive, run_command
 from marin_rl.runs.run_directory import check_output
 from marin_rl.utils.output import escape
 from marin_rl.utils.settings.decode import ConfigError
@@ -63,7 +63,7 @@ def _run(argv: Sequence[str]) -> int:
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
 
     checked = check_command_line(rest, {}, command=None, reads_files=False)
-    kind = checked.kind
+    kind = RunKind.of_config(checked.config)
     for name in ("worker_topology", "prompt_tokens", "answer_tokens"):
         if kind is not RunKind.TRAIN and getattr(arguments, name) is not None:
             raise ConfigError(
@@ -79,7 +79,7 @@ def _run(argv: Sequence[str]) -> int:
     from marin_rl.pods.report import describe, to_json
     from marin_rl.pods.run_plan import Lengths, complete_model, default_lengths, make_plan
 
-    config, vocab_size = complete_model(parse_run_config(kind.config, checked).config, arguments.vocab_size)
+    config, vocab_size = complete_model(checked.complete().config, arguments.vocab_size)
     lengths = None
     if isinstance(config, TrainConfig):
         longest = default_lengths(config)

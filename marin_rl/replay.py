@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from marin_rl.config.command_line import (
     CommandParser,
     check_command_line,
-    parse_run_config,
+    parse_arguments,
     read_arguments,
     run_command,
 )
@@ -62,22 +62,25 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     if arguments.fake is not None and arguments.step is not None:
         raise ValueError(f"--step is {arguments.step}, but --fake replays no step; omit one of them")
     # The config of a run is checked first, below, so that its problems name its file.
-    given = check_command_line(rest, {}, reads_files=False) if directory is None else read_arguments(rest, {})
+    given = read_arguments(rest, {})
+    checked = check_command_line(rest, {}, reads_files=False) if directory is None else None
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.config.train_config import TrainConfig
     from marin_rl.training.config_changes import values_of_step
     from marin_rl.training.earlier_run import read_config, require_rl, resolve_model
     from marin_rl.training.replay import parse_shape, replay_step, train_on_fake
 
-    defaults = None
-    if directory is not None:
+    if checked is not None:
+        config = checked.complete().config
+    else:
+        assert directory is not None
         # Errors in the file name the file; later ones are those of arguments.
         require_rl(read_config(directory), str(directory.path), "no step of it can be replayed")
         values = values_of_step(directory, sys.maxsize if arguments.step is None else arguments.step)
         # One process replays a run of several.
         trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
         defaults = {**values, "trainer": trainer}
-    config = parse_run_config(TrainConfig, given, defaults=defaults).config
+        config = parse_arguments(TrainConfig, given, {}, defaults).config
     if arguments.fake is not None:
         shape = parse_shape(arguments.fake, config.rollouts.max_length)
         fake = train_on_fake(config if directory is not None else resolve_model(config), shape)

@@ -10,7 +10,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.config.train_config import DpoConfig, SftConfig
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.learner.loss import RlLoss, cross_entropy_loss
 from marin_rl.learner.preference_loss import PreferenceLoss
 from marin_rl.learner.train_step import Frozen, Learner

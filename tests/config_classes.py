@@ -12,7 +12,8 @@ from draccus.utils import is_choice_type
 
 from marin_rl.chat import ChatConfig
 from marin_rl.config.reference_config import InitialReferenceConfig, PolicyWeights
-from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.config import DataConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig

@@ -14,7 +14,6 @@ from levanter.layers.attention import AttentionBackend
 
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import EnvironmentConfig, Split, Step
 from marin_rl.environments.dataset import JsonlConfig
@@ -32,6 +31,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 from tests.config.small_config import MODEL, config
 from tests.scripted_sampler import ScriptedSampler

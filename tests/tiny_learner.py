@@ -27,13 +27,13 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.kl import KlEstimator, LossKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 
 ROWS, POSITIONS, VOCAB = 8, 12, 264

@@ -34,10 +34,11 @@ from experiments.benchmarks.measurement import (
     without_compilation_cache,
 )
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.run_parts import RunParts
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 
 LAYOUTS = {

@@ -52,7 +52,7 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.run_parts import RunParts
 from marin_rl.utils.devices.setup import device_peak_bytes, microbatch_rows, platform_of, start_devices
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import next_token_loss, seq_len
 
 SIGMA = 0.8
@@ -74,9 +74,7 @@ class Update(Protocol):
 class RlooStep:
     """The update of a run."""
 
-    def __init__(
-        self, config: TrainConfig, trainer: AbstractTrainerConfig, model: LmHeadModel, packed: PackedBatch
-    ) -> None:
+    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
         self._learner = Learner(trainer, config.optimizer, RunParts(config, trainer).loss, num_updates=1_000_000)
         self._state = self._learner.initial_state(model, jax.random.PRNGKey(1))
         self._microbatches = packed.microbatches
@@ -98,9 +96,7 @@ class LmStep:
     The microbatches of the RLOO update are its microbatches too.
     """
 
-    def __init__(
-        self, config: TrainConfig, trainer: AbstractTrainerConfig, model: LmHeadModel, packed: PackedBatch
-    ) -> None:
+    def __init__(self, config: TrainConfig, trainer: TrainerConfig, model: LmHeadModel, packed: PackedBatch) -> None:
         microbatches, tokens = len(packed.microbatches), packed.num_loss_tokens
 
         def loss(model: LmHeadModel, example: LmExample, *, key: jax.Array | None = None) -> jax.Array:
@@ -195,7 +191,7 @@ def random_rollouts(
 
 def pack(
     config: TrainConfig,
-    trainer: AbstractTrainerConfig,
+    trainer: TrainerConfig,
     rollouts: RolloutBatch,
     advantages: Sequence[float],
     *,
@@ -224,7 +220,7 @@ def _join(microbatches: Sequence[RlExample]) -> RlExample:
 
 
 def measure_training_step(
-    config: TrainConfig, trainer: AbstractTrainerConfig, lengths: Int64[np.ndarray, " rollouts"], steps: int
+    config: TrainConfig, trainer: TrainerConfig, lengths: Int64[np.ndarray, " rollouts"], steps: int
 ) -> dict[str, Any]:
     """Time `steps` updates of each kind in alternation, after a warm-up update that compiles.
 

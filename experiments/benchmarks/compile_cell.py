@@ -19,13 +19,14 @@ from levanter.models.qwen import Qwen3Config
 
 from experiments.benchmarks.measurement import program_bytes
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig
 from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import parse_topology
 from marin_rl.pods.programs import LOWER, RunShapes, open_shapes
 from marin_rl.pods.run_plan import of_one_host
 from marin_rl.sampling.config import SamplingConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 
 MODELS: dict[str, tuple[LlamaConfig, int, int]] = {

@@ -46,11 +46,11 @@ def save_policy(folder: Path, hidden: int, layers: int) -> None:
     """Write a random llama with the byte-level tokenizer."""
     from levanter.models.llama import LlamaConfig
 
-    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
     from marin_rl.tokenization.chat import ChatTokenizer
     from marin_rl.tokenization.load import byte_tokenizer
     from marin_rl.utils.devices.setup import start_devices
+    from marin_rl.utils.devices.trainer_config import TrainerConfig
     from marin_rl.utils.levanter_line import seq_len
 
     tokenizer = byte_tokenizer()

@@ -23,7 +23,7 @@ import trl
 from levanter.optim.config import AdamConfig
 
 from marin_rl import dpo
-from marin_rl.config.train_config import DpoConfig
+from marin_rl.config.supervised_config import DpoConfig
 from marin_rl.data.dataset import Batches, read_rows
 from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.utils.settings.yaml_text import from_yaml

@@ -34,13 +34,14 @@ from draccus.utils import is_choice_type
 from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, brief, explain, own_frames, require_threads
 from marin_rl.utils.logs import warnings_to_stderr
 from marin_rl.utils.output import OutputError, escape, guarded_output
-from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.decode import decode, decode_rest
 from marin_rl.utils.settings.fields import flatten
 from marin_rl.utils.settings.help import all_keys, help_text, overview_text
 from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import (
     ConfigError,
     Written,
+    deferring,
     field_types,
     plain_type,
     resolve_section,
@@ -151,12 +152,18 @@ class ParsedConfig(Generic[ConfigT]):
 
     config: ConfigT
     """The validated config."""
-    flags: frozenset[str]
-    """The given flags, without dashes."""
-    named: frozenset[str]
-    """Dotted keys that the command line gave, not a file."""
-    files: tuple[Path, ...]
-    """The config files, in the order of increasing precedence."""
+    arguments: "Arguments"
+    """The arguments."""
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """The given flags, without dashes."""
+        return self.arguments.flags
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Dotted keys that the command line gave, not a file."""
+        return frozenset(key for key, value in flatten(self.arguments.overrides).items() if value != {})
 
 
 def parse_config(
@@ -182,35 +189,47 @@ def parse_config(
         HelpShown: with status 0, after `--help` has printed its text.
     """
     flags = flags or {}
-    return parse_run_config(config_class, read_arguments(argv, flags), flags, defaults)
+    return parse_arguments(config_class, read_arguments(argv, flags), flags, defaults or {})
 
 
-def parse_run_config(
-    config_class: type[ConfigT],
-    arguments: "Arguments",
-    flags: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+def parse_arguments(
+    config_class: type[ConfigT], arguments: "Arguments", flags: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> ParsedConfig[ConfigT]:
-    """Parse the arguments that `check_command_line` has checked to the config of a run; see `parse_config`."""
-    layers = [defaults or {}, *arguments.layers()]
+    """Parse arguments to a config; see `parse_config`."""
+    layers = [defaults, *arguments.layers()]
     import_types(config_class, layers)
     if arguments.help_section is not None:
-        sys.stdout.write(help_text(config_class, flags or {}, arguments.help_section))
+        sys.stdout.write(help_text(config_class, flags, arguments.help_section))
         raise HelpShown(0)
     raw = merge_layers(config_class, layers)
-    try:
-        named = frozenset(key for key, value in flatten(arguments.overrides).items() if value != {})
-        return ParsedConfig(decode(config_class, raw), arguments.flags, named, arguments.config_paths)
-    except ConfigError as error:
-        raise with_suggestions(error, config_class, raw, arguments) from error
+    with _suggesting(config_class, raw, arguments):
+        return ParsedConfig(decode(config_class, raw), arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedLine(Generic[ConfigT]):
+    """The command line of a run's config, whose settings are checked, except for those of levanter's sections."""
+
+    arguments: "Arguments"
+    """The arguments."""
+    config: ConfigT
+    """The config without levanter's sections."""
+
+    def complete(self) -> ParsedConfig[ConfigT]:
+        """Decode levanter's sections, and check them.
+
+        Raises:
+            ConfigError: if one is invalid.
+        """
+        raw = merge_layers(type(self.config), self.arguments.layers())
+        with _suggesting(type(self.config), raw, self.arguments):
+            return ParsedConfig(decode_rest(self.config, raw), self.arguments)
 
 
 def check_command_line(
     argv: Sequence[str], flags: Mapping[str, str], command: str | None = "train", *, reads_files: bool = True
-) -> "Arguments":
-    """Validate the command line of a run's config, or print the overview of `--help`, without importing levanter.
-
-    Importing levanter takes seconds. `parse_run_config` checks the settings of levanter's sections.
+) -> CheckedLine[Any]:
+    """Validate the command line of a run's config, or print the help, without importing levanter, which takes seconds.
 
     Args:
         argv: arguments of `parse_config`.
@@ -219,16 +238,11 @@ def check_command_line(
             config.
         reads_files: whether the run will read its input files on this machine, so that they must exist.
 
-    Returns:
-        The arguments, for `parse_run_config`.
-
     Raises:
         ConfigError: if the command line is invalid; the message names all problems of settings other than levanter's.
-        HelpShown: with status 0, after `--help` without a section has printed the overview.
+        HelpShown: with status 0, after `--help` has printed its text.
     """
     arguments = read_arguments(argv, flags)
-    if arguments.help_section:
-        return arguments
     if arguments.help_section is None and not arguments.config_paths and not arguments.overrides:
         raise ConfigError("no config; give its file with --config FILE. --help lists the most important keys")
     layers = arguments.layers()
@@ -238,27 +252,44 @@ def check_command_line(
         from marin_rl.config.run_kind import RunKind
 
         command = command or arguments.kind
-        settings = RunKind(command).settings
+        config_class = RunKind(command).config
     if arguments.help_section == "":
-        sys.stdout.write(overview_text(settings, flags, command, settings.common_keys))
+        with deferring():
+            sys.stdout.write(overview_text(config_class, flags, command, config_class.common_keys))
         raise HelpShown(0)
-    import_types(settings, layers)
-    raw = merge_layers(settings, layers)
+    if arguments.help_section is not None:
+        return CheckedLine(arguments, parse_arguments(config_class, arguments, flags, {}).config)
+    import_types(config_class, layers)
+    with deferring():
+        raw = merge_layers(config_class, layers)
     if (kind := RunKind.of(raw)) != command and kind.key in raw and RunKind(command).key not in raw:
         raise ConfigError(
             f"this is a config of marin_rl.{kind.value}, because it has {kind.key!r}, but the command takes configs of "
             f"marin_rl.{command}, which have {RunKind(command).key!r}"
         )
     try:
-        config = decode(settings, raw)
+        with deferring():
+            config = decode(config_class, raw)
     except ConfigError as error:
-        # A key that is near to no other may belong to a section of levanter, whose keys only the complete check knows.
+        # A key that is near to no other may belong to a section of levanter.
         if any(problem.startswith("unknown key ") and "did you mean" not in problem for problem in error.problems):
-            return arguments
-        raise with_suggestions(error, settings, raw, arguments) from error
+            return CheckedLine(arguments, parse_arguments(config_class, arguments, flags, {}).config)
+        with deferring(), _suggesting(config_class, raw, arguments):
+            raise
     if reads_files and (problems := list(file_problems(config))):
         raise ConfigError(*problems)
-    return arguments
+    return CheckedLine(arguments, config)
+
+
+@contextlib.contextmanager
+def _suggesting(config_class: Any, raw: Mapping[str, Any], arguments: "Arguments") -> Iterator[None]:
+    """Add the right section to keys in the wrong one, and the options of missing keys."""
+    try:
+        yield
+    except ConfigError as error:
+        known = all_keys(config_class, raw)
+        problems = [_suggest_section(problem, known) for problem in error.problems]
+        raise ConfigError(*(problems if arguments.config_paths else map(_suggest_option, problems))) from error
 
 
 @contextlib.contextmanager
@@ -282,15 +313,6 @@ def merge_layers(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict
     for layer in layers:
         raw = merge(config_class, raw, layer)
     return raw
-
-
-def with_suggestions(
-    error: ConfigError, config_class: Any, raw: Mapping[str, Any], arguments: "Arguments"
-) -> ConfigError:
-    """Add the right section to keys in the wrong one, and the options of missing keys."""
-    known = all_keys(config_class, raw)
-    problems = [_suggest_section(problem, known) for problem in error.problems]
-    return ConfigError(*(problems if arguments.config_paths else map(_suggest_option, problems)))
 
 
 def merge(annotation: Any, lower: Any, upper: Any) -> Any:

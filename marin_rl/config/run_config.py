@@ -1,12 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The settings that all training commands share, without levanter's classes, which take seconds to import."""
+"""The settings that all commands that train share.
+
+Levanter takes seconds to import, so the types of its sections are deferred: a command checks all other settings first.
+"""
 
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
@@ -15,20 +18,42 @@ from marin_rl.learner.config import ExportConfig, LoraConfig
 from marin_rl.runs.run_directory import CheckpointConfig
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.sharding import POSITION
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.logs import LogLevel, module_levels
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.fields import LOCAL_PATH, STORAGE_PATH, check_paths, may_change, may_change_by_name
-from marin_rl.utils.settings.section_types import ConfigError
+from marin_rl.utils.settings.section_types import NOT_READ, ConfigError, Deferred
 from marin_rl.utils.storage import storage_path
 
-TRAINER_METADATA = may_change(
-    *("tracker", "jax_compilation_cache_dir", "distributed"),
-    *("profiler", "profiler_start_step", "profiler_num_steps"),
-)
-"""Metadata of the field `trainer`."""
-MODEL_METADATA = may_change("reference_checkpoint")
-"""Metadata of the field `model`. Levanter's lines have other defaults for this key, which nothing here reads."""
+
+def _model() -> Any:
+    # Registers the decoders and encoders of levanter's types.
+    import levanter.config  # noqa: F401
+    from levanter.models.lm_model import LmConfig
+
+    return LmConfig | None
+
+
+def _optimizer() -> Any:
+    import levanter.config  # noqa: F401
+    from levanter.optim.config import OptimizerConfig
+
+    return OptimizerConfig
+
+
+def _default_optimizer() -> "OptimizerConfig":
+    from levanter.optim.config import AdamConfig
+
+    return AdamConfig()
+
+
+if TYPE_CHECKING:
+    from levanter.models.lm_model import LmConfig
+    from levanter.optim.config import OptimizerConfig
+
+    Model, Optimizer = LmConfig | None, OptimizerConfig
+else:
+    Model, Optimizer = Annotated[Any, Deferred(_model)], Annotated[Any, Deferred(_optimizer)]
 
 Check = Callable[[Any], Iterable[str]]
 """A check of a config, which yields its problems or raises a `ValueError`; a message names the keys and the remedy."""
@@ -36,12 +61,11 @@ Check = Callable[[Any], Iterable[str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractRunConfig(ConfigSection, abc.ABC):
-    """Settings that all commands that train share; subclasses set the types of `model`, `optimizer` and `tracker`."""
+    """Settings that all commands that train share."""
 
+    is_whole_config = True
     common_keys: ClassVar[tuple[str, ...]]
     """Most important keys, for the overview of `--help`."""
-    further_checks: ClassVar[tuple[Check, ...]] = ()
-    """Checks of levanter's sections."""
 
     run_dir: str = dataclasses.field(metadata=STORAGE_PATH | may_change())
     """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
@@ -49,7 +73,8 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     imports: tuple[str, ...] = dataclasses.field(default=(), metadata=LOCAL_PATH)
     """Python files, such as `[my_objectives.py]`, or modules of installed packages, such as `[lab.objectives]`, that
     register further types. Every command that reads the config imports them first, without isolation."""
-    model: Any = dataclasses.field(default=None, metadata=MODEL_METADATA)
+    # Levanter's lines have other defaults for this key, which nothing here reads.
+    model: Model = dataclasses.field(default=None, metadata=may_change("reference_checkpoint"))
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
     type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2` or `qwen3`."""
     initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
@@ -63,9 +88,15 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     """Random seed of initial weights, of the order of tasks or rows, and of sampling."""
     num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=200, metadata=may_change_by_name())
     """Number of steps. A step of RL samples a batch of rollouts and trains on it."""
-    optimizer: Any = dataclasses.field(default=None, metadata=may_change_by_name())
+    optimizer: Optimizer = dataclasses.field(default_factory=_default_optimizer, metadata=may_change_by_name())
     """Optimizer and learning-rate schedule (levanter's section)."""
-    trainer: AbstractTrainerConfig = dataclasses.field(default_factory=AbstractTrainerConfig, metadata=TRAINER_METADATA)
+    trainer: TrainerConfig = dataclasses.field(
+        default_factory=TrainerConfig,
+        metadata=may_change(
+            *("tracker", "jax_compilation_cache_dir", "distributed"),
+            *("profiler", "profiler_start_step", "profiler_num_steps"),
+        ),
+    )
     """Mesh, precision, microbatches and trackers. Batch size and number of steps are not set here."""
     logprob_block_size: Annotated[int, Ge(1)] | None = None
     """Tokens on each device whose logits are in memory at once; null: 256 on a CPU, 1,024 on an accelerator."""
@@ -81,8 +112,11 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        problems: list[str] = []
-        for check in (*self.checks, *self.further_checks):
+        is_read = NOT_READ not in (self.optimizer, self.model, self.trainer.tracker)
+        problems: list[str] = self._section_problems() if is_read else []
+        if problems:
+            raise ConfigError(*problems)
+        for check in (*self.checks, *(self.levanter_checks if is_read else ())):
             try:
                 problems += check(self)
             except ValueError as error:
@@ -94,6 +128,18 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     def checks(self) -> tuple[Check, ...]:
         """Checks of the settings without levanter's sections."""
         return RUN_CHECKS
+
+    @property
+    def levanter_checks(self) -> tuple[Check, ...]:
+        """Checks of levanter's sections, which need levanter."""
+        from marin_rl.config.levanter_checks import LEVANTER_CHECKS
+
+        return LEVANTER_CHECKS
+
+    def _section_problems(self) -> list[str]:
+        from marin_rl.config.levanter_checks import section_problems
+
+        return section_problems(self)
 
     @property
     @abc.abstractmethod

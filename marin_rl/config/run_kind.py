@@ -33,22 +33,12 @@ class RunKind(enum.StrEnum):
     @staticmethod
     def of_config(config: AbstractRunConfig) -> "RunKind":
         """Return the command of a config."""
-        return next(kind for kind in RunKind if isinstance(config, kind.settings))
-
-    @property
-    def settings(self) -> type[AbstractRunConfig]:
-        """The class of the config without levanter's sections; its import takes less time."""
-        from marin_rl.config import base_config, supervised_config
-
-        return {
-            RunKind.TRAIN: base_config.AbstractTrainConfig,
-            RunKind.SFT: supervised_config.AbstractSftConfig,
-            RunKind.DPO: supervised_config.AbstractDpoConfig,
-        }[self]
+        return next(kind for kind in RunKind if isinstance(config, kind.config))
 
     @property
     def config(self) -> type[AbstractRunConfig]:
-        """The complete class of the config."""
-        from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
+        """The class of the config."""
+        from marin_rl.config.supervised_config import DpoConfig, SftConfig
+        from marin_rl.config.train_config import TrainConfig
 
         return {RunKind.TRAIN: TrainConfig, RunKind.SFT: SftConfig, RunKind.DPO: DpoConfig}[self]

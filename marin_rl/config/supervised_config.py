@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The settings of supervised training, without levanter's classes."""
+"""The settings of supervised training."""
 
 import dataclasses
 from typing import Annotated, ClassVar
@@ -17,7 +17,7 @@ from marin_rl.utils.settings.fields import may_change, may_change_by_name
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractBatchConfig(AbstractRowConfig):
+class BatchRowsConfig(AbstractRowConfig):
     """Rows of data per update, and the layout of the rows of a microbatch."""
 
     section: ClassVar[str] = "batch"
@@ -50,18 +50,18 @@ class AbstractBatchConfig(AbstractRowConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchConfig(AbstractBatchConfig):
+class BatchConfig(BatchRowsConfig):
     """Rows of data per update, and the layout of the rows of a microbatch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PairBatchConfig(AbstractBatchConfig):
+class PairBatchConfig(BatchRowsConfig):
     """Pairs per update, and the layout of the rows of a microbatch, in which both answers of a pair must fit."""
 
     sequences_per_item: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        AbstractBatchConfig.__post_init__(self)
+        BatchRowsConfig.__post_init__(self)
         if self.long_sequences is LongSequences.TRUNCATE:
             raise ValueError(
                 "batch.long_sequences is truncate, but a cut answer is not the one that was compared; use skip or error"
@@ -83,7 +83,7 @@ class LossEvaluationConfig(ConfigSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractSupervisedConfig(AbstractRunConfig):
-    """Settings of the commands that train on data, without the types of levanter's sections."""
+    """Settings of the commands that train on data."""
 
     source_key: ClassVar[str]
     """Name of the section with the source of the data."""
@@ -95,7 +95,7 @@ class AbstractSupervisedConfig(AbstractRunConfig):
     """Number of updates; 0: as many as `epochs` need."""
     epochs: Annotated[float, Gt(0)] = dataclasses.field(default=1.0, metadata=may_change_by_name())
     """Passes over the data, each in another order, if `num_steps` is 0."""
-    batch: AbstractBatchConfig
+    batch: BatchRowsConfig
     """Rows of data per update, and their layout."""
     evaluation: LossEvaluationConfig = dataclasses.field(
         default=LossEvaluationConfig(), metadata=may_change("every") | may_change_by_name()
@@ -114,8 +114,8 @@ class AbstractSupervisedConfig(AbstractRunConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractSftConfig(AbstractSupervisedConfig):
-    """Configuration of supervised fine-tuning, without the types of levanter's sections."""
+class SftConfig(AbstractSupervisedConfig):
+    """Configuration of supervised fine-tuning."""
 
     common_keys: ClassVar[tuple[str, ...]] = (
         *("data.path", "data.held_out", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "epochs"),
@@ -132,8 +132,8 @@ class AbstractSftConfig(AbstractSupervisedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractDpoConfig(AbstractSupervisedConfig):
-    """Configuration of direct preference optimization, without the types of levanter's sections."""
+class DpoConfig(AbstractSupervisedConfig):
+    """Configuration of direct preference optimization."""
 
     common_keys: ClassVar[tuple[str, ...]] = (
         *("preferences.path", "preferences.held_out", "run_dir", "initialize_from", "tokenizer.path", "seed", "epochs"),

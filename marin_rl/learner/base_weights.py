@@ -14,7 +14,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.runs.array_files import named_arrays
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
@@ -25,7 +25,7 @@ class OtherBaseError(UserError):
     """An adapter was trained on other weights than those in `initialize_from`."""
 
 
-def fingerprint(model: LmHeadModel, trainer: AbstractTrainerConfig) -> str:
+def fingerprint(model: LmHeadModel, trainer: TrainerConfig) -> str:
     """Return a fingerprint of the names, types, shapes and bits of all arrays; collective over all processes.
 
     Every element is mixed with its index, and the results are added modulo 2³². So the devices compute it where the

@@ -34,7 +34,7 @@ from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.runs.array_files import bytes_of
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class WeightParts(Protocol):
 class DeviceWeights:
     """Weights on the devices of all processes."""
 
-    def __init__(self, model: LmHeadModel, trainer: AbstractTrainerConfig, dtype: jnp.dtype | None = None) -> None:
+    def __init__(self, model: LmHeadModel, trainer: TrainerConfig, dtype: jnp.dtype | None = None) -> None:
         """Convert nothing yet. Adapters are merged, with their base in the precision of parameters.
 
         `dtype` is the type of the tensors; None for that of the parameters.

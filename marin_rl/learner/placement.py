@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import own_rows
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
     return _map_arrays(multihost.put, tree, mesh, mapping)
 
 
-def place_batch(batch: RlExample, config: AbstractTrainerConfig, num_rows: int | None) -> RlExample:
+def place_batch(batch: RlExample, config: TrainerConfig, num_rows: int | None) -> RlExample:
     """Put stacked microbatches, `{microbatch, batch, position}` on the host, on the mesh.
 
     `num_rows` is the number of rows of a microbatch if `batch` contains only those of this process; None if it has all.

@@ -33,12 +33,12 @@ from marin_rl.models.peft_format import save_peft_adapter
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.hf_folder import save_tokenizer
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import max_positions
 
 
 def initialize_policy(
-    config: LmConfig, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig, *, key: jax.Array
+    config: LmConfig, tokenizer: ChatTokenizer, trainer: TrainerConfig, *, key: jax.Array
 ) -> LmHeadModel:
     """Initialize a policy with random weights and the tokenizer's vocabulary, sharded like the trainer's parameters.
 
@@ -64,7 +64,7 @@ def initialize_policy(
 def load_hf_policy(
     checkpoint: str,
     tokenizer: ChatTokenizer,
-    trainer: AbstractTrainerConfig,
+    trainer: TrainerConfig,
     config: LmConfig | None,
     dtype: DTypeLike | None = None,
 ) -> LmHeadModel:
@@ -126,7 +126,7 @@ class _Converter(HFCheckpointConverter):
 def check_hf_policy(
     checkpoint: str,
     tokenizer: ChatTokenizer,
-    trainer: AbstractTrainerConfig,
+    trainer: TrainerConfig,
     config: LmConfig | None,
     *,
     download: bool = True,
@@ -161,7 +161,7 @@ def check_hf_policy(
 
 
 def save_hf_policy(
-    model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: AbstractTrainerConfig, stop: Sequence[str] = ()
+    model: LmHeadModel, tokenizer: ChatTokenizer, folder: Path, trainer: TrainerConfig, stop: Sequence[str] = ()
 ) -> None:
     """Write a policy that is on devices in Hugging Face format; see `save_hf_folder`."""
     save_hf_folder(DeviceWeights(model, trainer), tokenizer, folder, stop)

@@ -24,7 +24,7 @@ from marin_rl.models.lora import Adapter, init_adapter
 from marin_rl.models.peft_format import check_peft_adapter
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils.devices.sharding import check_sharding
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class PolicySpec:
     """Architecture. Its attention kernel changes no shape."""
     vocab_size: int
     """Number of tokens of the model, which may be larger than the tokenizer's."""
-    trainer: AbstractTrainerConfig
+    trainer: TrainerConfig
     """Parameter precision, mesh and axis mapping."""
     critic: CriticConfig | None = None
     """Critic that is trained with the policy; None if there is none."""
@@ -193,7 +193,7 @@ def only_arrays(model: LmHeadModel) -> LmHeadModel:
     return eqx.filter(model, eqx.is_array)
 
 
-def with_config(policy: LmHeadModel, model: LmConfig, trainer: AbstractTrainerConfig) -> LmHeadModel:
+def with_config(policy: LmHeadModel, model: LmConfig, trainer: TrainerConfig) -> LmHeadModel:
     """Return the same arrays as a model with other settings, such as the attention kernel of longer rows."""
     shape = PolicySpec(model, policy.vocab_size, trainer).policy
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(policy))

@@ -27,7 +27,7 @@ from marin_rl.learner.train_step import compiler_options
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import own_rows, platform_of
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 SequenceScorer = Callable[[LmHeadModel, Sequence[tuple[int, ...]]], list[list[float]]]
 """Computes the log-probs of the tokens of each sequence after the first."""
@@ -52,7 +52,7 @@ class Scorer:
 
     def __init__(
         self,
-        trainer: AbstractTrainerConfig,
+        trainer: TrainerConfig,
         layout: RowLayout,
         *,
         pad_token_id: int,
@@ -155,7 +155,7 @@ class Scorer:
 
 def sequence_scorer(
     architecture: LmConfig,
-    trainer: AbstractTrainerConfig,
+    trainer: TrainerConfig,
     max_length: int,
     *,
     pad_token_id: int,

@@ -28,7 +28,7 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.storage import local_copy, storage_path, user_cache
@@ -154,7 +154,7 @@ def first_policy(
     initialize_from: str | None,
     model: LmConfig,
     tokenizer: ChatTokenizer,
-    trainer: AbstractTrainerConfig,
+    trainer: TrainerConfig,
     seed: int,
     dtype: DTypeLike | None = None,
 ) -> LmHeadModel:
@@ -177,7 +177,7 @@ def first_policy(
 
 
 def check_first_policy(
-    initialize_from: str | None, model: LmConfig | None, tokenizer: ChatTokenizer, trainer: AbstractTrainerConfig
+    initialize_from: str | None, model: LmConfig | None, tokenizer: ChatTokenizer, trainer: TrainerConfig
 ) -> int:
     """Check that `first_policy` can create the policy, without a device or a download; return its vocabulary size.
 

@@ -26,7 +26,7 @@ from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.placement import has_shape, place, place_batch, placed_shape, stack_microbatches, take_microbatch
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import metric, shard
 
@@ -102,7 +102,7 @@ class Learner:
 
     def __init__(
         self,
-        trainer: AbstractTrainerConfig,
+        trainer: TrainerConfig,
         optimizer: OptimizerConfig,
         loss: Callable[..., tuple[jax.Array, dict[str, Metric]]],
         *,

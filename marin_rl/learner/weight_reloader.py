@@ -15,7 +15,7 @@ from marin_rl.models.lora import split_adapter
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.user_code import load_function, user_errors
 
 
@@ -36,7 +36,7 @@ class WeightReloader:
         config: ReloadConfig,
         base_url: str,
         tokenizer: ChatTokenizer,
-        trainer: AbstractTrainerConfig,
+        trainer: TrainerConfig,
         stop: Sequence[str] = (),
         base: str = "",
     ) -> None:

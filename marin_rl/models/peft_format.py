@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 from marin_rl.models.hf_config import first_line
 from marin_rl.models.hf_tensors import BASE_PREFIX, WEIGHT_TYPES, listing, read_headers, tensor_shapes, to_tensors
 from marin_rl.models.lora import ALL_LINEAR, RANK, Adapter, LoraLinear, init_adapter, is_match, with_adapter
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.storage import check_descriptions, local_copy, read_small, storage_path, user_cache
@@ -141,7 +141,7 @@ def _module(name: str) -> str:
     return name.removeprefix(_PREFIX).rpartition(".lora_")[0]
 
 
-def load_peft_adapter(source: str, base: LmHeadModel, like: Adapter, trainer: AbstractTrainerConfig) -> Adapter:
+def load_peft_adapter(source: str, base: LmHeadModel, like: Adapter, trainer: TrainerConfig) -> Adapter:
     """Load an adapter.
 
     Args:

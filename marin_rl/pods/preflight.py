@@ -21,7 +21,7 @@ from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.user_code import imported_files, is_module_name
 
 if TYPE_CHECKING:
-    from marin_rl.config.base_config import AbstractTrainConfig
+    from marin_rl.config.train_config import TrainConfig
     from marin_rl.config.workers_config import WorkersConfig
 
 HOST_SCRIPT = Path(__file__).parent / "host.sh"
@@ -114,7 +114,7 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, parse_run_config, read_arguments
+    from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, read_arguments
     from marin_rl.config.sections import Mode
 
     environment_script(config.code)
@@ -126,11 +126,10 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         if own and any("ray_address" in layer for layer in read_arguments(arguments, RESUME_FLAGS).layers()):
             raise ConfigError("rollout_slices is set, so the launch sets ray_address; remove it from the training")
         checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
-        from marin_rl.config.train_config import TrainConfig
         from marin_rl.distributed.ray_cluster import check_ray
 
-        parsed = parse_run_config(TrainConfig, checked, RESUME_FLAGS).config
-        files = [("--config", str(path)) for path in checked.config_paths]
+        parsed = checked.complete().config
+        files = [("--config", str(path)) for path in checked.arguments.config_paths]
         for key, text in [*files, *_inputs(parsed, report)]:
             path = Path(os.path.normpath(text))
             if not any(path in (name, *name.parents) for name in copied):
@@ -157,7 +156,7 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
     return parsed.run_dir
 
 
-def _inputs(parsed: "AbstractTrainConfig", report: Callable[[str], None]) -> list[tuple[str, str]]:
+def _inputs(parsed: "TrainConfig", report: Callable[[str], None]) -> list[tuple[str, str]]:
     """Keys and paths of the files that training reads from the copied code, with those that its Python files import."""
     found = {(IMPORTS, text) for text in parsed.imports if not is_module_name(text)} | set(input_files(parsed))
     # Folders that do not exist are names on the hub.

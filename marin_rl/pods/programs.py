@@ -24,8 +24,8 @@ from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlEx
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import Mode
-from marin_rl.config.supervised_config import AbstractSupervisedConfig
-from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.config.supervised_config import AbstractSupervisedConfig, SftConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
@@ -42,7 +42,7 @@ from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_size
 from marin_rl.sampling.stops import StopTable
 from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.training.references import teacher_spec
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
+from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard
 
 
@@ -52,7 +52,7 @@ class RunShapes:
 
     config: AbstractRunConfig
     """Config of the run; `model` is set."""
-    trainer: AbstractTrainerConfig
+    trainer: TrainerConfig
     """Mesh, precision and sharding, completed by `start_devices`."""
     layout: RowLayout
     """Shape of a microbatch."""

@@ -14,7 +14,7 @@ import tensorstore as ts
 from marin_rl.runs.array_files import STREAMS, SavedArray, load_arrays, make_context, named_arrays
 from marin_rl.runs.run_directory import MANIFEST, CheckpointError, folder_name, step_of
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.remote_path import StorageError
 from marin_rl.utils.storage import FileDigest, StoragePath, digest_of, file_sizes
 
@@ -60,7 +60,7 @@ class Checkpoint:
         """Return the names of files of the arrays that are not in `files`."""
         return [file for array in self.arrays.values() for file in array.files() if file not in self.files]
 
-    def restore(self, like: T, trainer: AbstractTrainerConfig, subpath: str = "") -> T:
+    def restore(self, like: T, trainer: TrainerConfig, subpath: str = "") -> T:
         """Load the training state or a part of it, on a mesh that may differ from that of the save; collective.
 
         `like` is a tree of the same structure, or its shapes. `subpath` is the path of the part in the state, with

@@ -25,7 +25,7 @@ from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empt
 from marin_rl.sampling.sizes import SamplerSizes
 from marin_rl.sampling.stops import ENDED, StopTable
 from marin_rl.utils.devices.sharding import POSITION
-from marin_rl.utils.devices.trainer_config import BATCH, AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import BATCH, TrainerConfig
 from marin_rl.utils.levanter_line import shard
 
 _SMALL_BLOCK = 64
@@ -216,9 +216,7 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
 
 
-def compile_programs(
-    trainer: AbstractTrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int
-) -> Programs:
+def compile_programs(trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int) -> Programs:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
     Without `trainer`, programs use one device and the model's precision. `steps` is the maximum number of tokens per
@@ -240,7 +238,7 @@ _Mapping = tuple[tuple[str, str | tuple[str, ...]], ...]
 
 
 def conversion_program(
-    trainer: AbstractTrainerConfig, form: AttentionForm, context: int
+    trainer: TrainerConfig, form: AttentionForm, context: int
 ) -> Callable[[LmHeadModel], CachedModel]:
     """Return the program that converts weights to the layout for decoding, sharded as the learner's parameters are.
 

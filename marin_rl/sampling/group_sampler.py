@@ -40,7 +40,7 @@ from marin_rl.sampling.sizes import check_cache_size, copy_to_each_process, samp
 from marin_rl.sampling.slots import AcceptedRequest, Piece, SlotTable, copy_arguments, prefill_calls
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 DECODE_STEPS = 16
 """Tokens of each sequence in one call of `decode`."""
@@ -80,7 +80,7 @@ class GroupSampler(Sampler):
         token_bytes: Callable[[int], bytes] | None = None,
         version: WeightVersion = 0,
         weight_poll: WeightPoll | None = None,
-        trainer: AbstractTrainerConfig | None = None,
+        trainer: TrainerConfig | None = None,
         call_seconds: float = math.inf,
     ) -> None:
         """Check the sizes, without allocating memory or compiling.

@@ -22,7 +22,7 @@ from levanter.models.lm_model import LmConfig
 from marin_rl.sampling.attention import AttentionForm, CacheAxes, attention_form
 from marin_rl.sampling.cached_model import cache_axes
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class SamplerSizes(NamedTuple):
         return cache_axes(model, self.form, self.slots, self.context, self.head_shards)
 
 
-def sampler_sizes(config: SamplingConfig, max_context: int, trainer: AbstractTrainerConfig | None) -> SamplerSizes:
+def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConfig | None) -> SamplerSizes:
     """Return the sizes of a sampler; the arguments are those of `GroupSampler`."""
     mesh = None if trainer is None else host_mesh(trainer.device_mesh)
     hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
@@ -136,7 +136,7 @@ def sampler_sizes(config: SamplingConfig, max_context: int, trainer: AbstractTra
     )
 
 
-def _head_shards(trainer: AbstractTrainerConfig, mesh: Mesh) -> int:
+def _head_shards(trainer: TrainerConfig, mesh: Mesh) -> int:
     axes = trainer.compute_axis_mapping.get("kv_head", ())
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 

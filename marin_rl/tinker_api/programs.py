@@ -35,7 +35,7 @@ from marin_rl.tinker_api.losses import LossSettings, token_terms
 from marin_rl.tinker_api.records import AdamParams
 from marin_rl.tinker_api.token_batch import TokenBatch
 from marin_rl.utils.devices.setup import platform_of
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import shard
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def target_logprobs(
 class Programs:
     """The compiled programs of a model: one for each row length, number of targets, and purpose."""
 
-    def __init__(self, trainer: AbstractTrainerConfig, kernel: AttentionKernel) -> None:
+    def __init__(self, trainer: TrainerConfig, kernel: AttentionKernel) -> None:
         """Compile nothing yet.
 
         Args:

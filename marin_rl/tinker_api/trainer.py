@@ -22,7 +22,6 @@ import numpy as np
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.base_weights import fingerprint
 from marin_rl.learner.config import LoraConfig
@@ -55,7 +54,7 @@ from marin_rl.tinker_api.token_batch import Piece, pack_data
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.setup import platform_of, start_devices
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import max_positions
 
 LORA_ALPHA = 32.0
@@ -107,7 +106,7 @@ class JaxTrainer:
         self,
         model: str,
         tokenizer: ChatTokenizer,
-        trainer: AbstractTrainerConfig,
+        trainer: TrainerConfig,
         *,
         max_context: int,
         max_seqs: int,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from marin_rl.config.command_line import (
     TRAIN_FLAGS,
     check_command_line,
-    parse_run_config,
     run_command,
     without_collections,
 )
@@ -35,7 +34,6 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     checked = check_command_line(arguments, TRAIN_FLAGS, command)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
-        from marin_rl.config.run_kind import RunKind
         from marin_rl.training.session import run_parsed
 
-    return run_parsed(parse_run_config(RunKind(command).config, checked, TRAIN_FLAGS), started)
+    return run_parsed(checked.complete(), started)

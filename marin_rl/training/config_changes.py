@@ -26,10 +26,9 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
 
-from marin_rl.config.base_config import critic_of
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
-from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.train_config import TrainConfig, critic_of
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.runs.array_files import named_arrays
 from marin_rl.runs.checkpoint import Checkpoints

@@ -22,7 +22,7 @@ from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.run_kind import RunKind
 from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, TOKENS_PER_MICROBATCH
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
 from marin_rl.learner.scoring import sequence_scorer
@@ -44,7 +44,7 @@ from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import platform_of, start_devices
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError
 from marin_rl.utils.levanter_line import max_positions
 from marin_rl.utils.settings.section_types import ConfigError
@@ -313,7 +313,7 @@ def load_policy(
 
 
 def prompt_scorer(
-    model: LmHeadModel, trainer: AbstractTrainerConfig, max_context: int, pad_token_id: int
+    model: LmHeadModel, trainer: TrainerConfig, max_context: int, pad_token_id: int
 ) -> Callable[[Sequence[tuple[int, ...]]], list[list[float]]]:
     """Return a function that computes the log-probs of the tokens of each prompt after the first, at temperature 1.
 

@@ -15,7 +15,7 @@ from marin_rl.config.sections import EvaluationConfig, Mode
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.runs.run_directory import open_with_checkpoint
 from marin_rl.sampling.config import MIN_TEMPERATURE, LevanterSamplerConfig
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig, DistributedConfig
+from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import encode
 from marin_rl.utils.settings.fields import LOCAL_PATH
@@ -83,7 +83,7 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     from marin_rl.utils.host_status import exit_on_error, explain_errors, require_same_software
 
     # First, so that an error of one process ends the others, too.
-    join_processes(AbstractTrainerConfig(jax_compilation_cache_dir=None, distributed=config.distributed))
+    join_processes(TrainerConfig(jax_compilation_cache_dir=None, distributed=config.distributed))
     with exit_on_error(), explain_errors(), contextlib.ExitStack() as opened:
         require_same_software()
         settings = {**encode(config), "run": None, "distributed": None}

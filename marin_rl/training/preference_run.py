@@ -19,7 +19,7 @@ from jaxtyping import Float32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rollout_batch import RolloutBatch
-from marin_rl.config.train_config import DpoConfig
+from marin_rl.config.supervised_config import DpoConfig
 from marin_rl.data.dataset import Batches, Data, join_pairs
 from marin_rl.data.rows import Example
 from marin_rl.objectives.aggregation import SequenceMeanConfig

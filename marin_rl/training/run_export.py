@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from marin_rl.config.base_config import critic_of
 from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.train_config import critic_of
 from marin_rl.learner.config import ExportConfig
 from marin_rl.learner.hf_export import DeviceWeights, SavedWeights
 from marin_rl.learner.policy_model import save_adapter_folder

@@ -82,7 +82,7 @@ def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
     if "print_config" in parsed.flags:
         print(to_yaml(resolve_model(parsed.config)), end="")
         return 0
-    refuse_moved_runs(parsed.files, parsed.config.run_dir)
+    refuse_moved_runs(parsed.arguments.config_paths, parsed.config.run_dir)
     # Epochs set the number of steps.
     named = parsed.named | {"num_steps"} if "epochs" in parsed.named else parsed.named
     choices = {"accept_changes": "accept_changes" in parsed.flags, "named": named}

@@ -23,7 +23,7 @@ from levanter.tracker.wandb import WandbConfig, WandbTracker
 from marin_rl.runs.metrics_file import append_record, format_record, read_records, rewind_records
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.loop import AbstractRun
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import Closing, UserError, install_command, writing
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.decode import encode
@@ -224,7 +224,7 @@ class _RepeatableWandb(Tracker):
 
 
 @contextlib.contextmanager
-def open_profiler(config: AbstractTrainerConfig, folder: StoragePath) -> Iterator[Callable[[int], None]]:
+def open_profiler(config: TrainerConfig, folder: StoragePath) -> Iterator[Callable[[int], None]]:
     """Trace the steps `profiler_start_step` to `profiler_start_step + profiler_num_steps - 1`, if `profiler` is set.
 
     A trace is written when its last step or the run ends. TensorBoard's profile plugin shows it, and Perfetto

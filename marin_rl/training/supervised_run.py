@@ -111,6 +111,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
             "seconds/total": time.perf_counter() - started,
             "seconds/compile": compile_clock().seconds - compiled,
         }
+        assert self.config.model is not None
         return metrics | model_flops_utilization(
             self.config.model, progress.vocab_size, [packed], timer.seconds["step"]
         )

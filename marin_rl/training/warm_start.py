@@ -27,7 +27,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.training.evaluation import first_of_each
 from marin_rl.types import Task
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.trainer_config import AbstractTrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.host_status import raise_if
 from marin_rl.utils.seeds import derive_seed
 
@@ -42,7 +42,7 @@ def warm_start(
     config: WarmStartConfig,
     model: LmHeadModel | Adapter,
     runner: RolloutRunner,
-    trainer: AbstractTrainerConfig,
+    trainer: TrainerConfig,
     layout: RowLayout,
     *,
     base: LmHeadModel | None = None,

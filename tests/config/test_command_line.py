@@ -20,10 +20,9 @@ from marin_rl.config.command_line import (
     check_command_line,
     merge,
     parse_config,
-    parse_run_config,
     run_command,
 )
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.output import escape
 from marin_rl.utils.user_code import load_from_file
 from tests.config.mistakes import BASE
@@ -122,7 +121,7 @@ def test_a_config_from_a_pipe_is_read_once():
     os.close(writing)
     try:
         checked = check_command_line(["--config", f"/dev/fd/{reading}", "--seed", "3"], {})
-        config = parse_run_config(TrainConfig, checked).config
+        config = checked.complete().config
     finally:
         os.close(reading)
     assert (config.run_dir, config.seed) == ("runs/test", 3)

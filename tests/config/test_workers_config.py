@@ -8,8 +8,9 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 
 from marin_rl.config.sections import Mode
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import TransferDtype, WeightTransferConfig, WorkerMeshConfig, WorkersConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests.training.bare_run import make_config
 

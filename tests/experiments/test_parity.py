@@ -15,11 +15,11 @@ from levanter.models.qwen import Qwen3Config
 from safetensors.numpy import load_file
 
 from experiments.parity import float64_gradient, llama_logprobs, measure
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.tokenization.load import TokenizerConfig
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 from tests.models.hf_checkpoint import record, write_config
 from tests.models.hf_oracle.make_oracle import LINEAR

@@ -12,7 +12,8 @@ import pytest
 
 from experiments.pipeline import pipeline, rl, sft
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.train_config import SftConfig, TrainConfig
+from marin_rl.config.supervised_config import SftConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.utils.settings.yaml_text import to_yaml
 from tests.tiny_run import TinyRun, contents, make_run, outcome
 from tests.training.test_supervised_run import make as make_sft_run

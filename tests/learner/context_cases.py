@@ -21,7 +21,6 @@ def main() -> None:
     from levanter.models.gemma import Gemma2Config
 
     from marin_rl.batching.rl_example import RlExample
-    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.learner.attention_layers import with_attention_kernel
     from marin_rl.learner.loss import RlLoss
     from marin_rl.learner.placement import place
@@ -31,6 +30,7 @@ def main() -> None:
     from marin_rl.sampling.group_sampler import GroupSampler
     from marin_rl.sampling.sampler import SampleRequest
     from marin_rl.utils.devices.setup import start_devices
+    from marin_rl.utils.devices.trainer_config import TrainerConfig
     from tests import tiny_learner as tiny
 
     whole = tiny.make_trainer(ROWS)

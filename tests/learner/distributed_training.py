@@ -118,7 +118,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
-    from marin_rl.config.train_config import TrainerConfig
     from marin_rl.config.workers_config import WeightTransferConfig
     from marin_rl.distributed.weights.publish import TrainingHost, open_sender
     from marin_rl.learner import hf_export
@@ -130,7 +129,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.training.shared_run import require_same_batch
     from marin_rl.utils import multihost
     from marin_rl.utils.devices.setup import join_processes, own_rows
-    from marin_rl.utils.devices.trainer_config import DistributedConfig
+    from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
     from tests import tiny_learner as tiny
     from tests.learner.test_scoring import make_rollouts
 

@@ -31,7 +31,6 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rl_example import PackedBatch, RlExample, pack_batch
 from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch, batch_rollouts, join_batches
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.critic import ActorCritic, CriticConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import Scorer
@@ -50,6 +49,7 @@ from marin_rl.objectives.policy_loss import (
     RlooSequenceLossConfig,
 )
 from marin_rl.types import Generation, Rollout, RolloutStatus, StopReason, Task, Turn
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests import tiny_learner as tiny
 
 POSITIONS, EMBED, VOCAB, MLP = 16, 8, 24, 8

@@ -10,13 +10,13 @@ import numpy as np
 
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, join_batches
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.objectives.aggregation import SequenceSumConfig
 from marin_rl.objectives.divergence import Divergence
 from marin_rl.objectives.kl import ExactKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests import tiny_learner as tiny
 from tests.learner.invariance_cases import Arrangement, arrange, make_episodes
 

@@ -15,7 +15,6 @@ from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.critic import ActorCritic, CriticConfig, policy_of, with_critic
 from marin_rl.learner.logprobs import policy_activations
 from marin_rl.learner.loss import RlLoss
@@ -25,6 +24,7 @@ from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -19,7 +19,6 @@ from levanter.compat.hf_checkpoints import HFCheckpointConverter
 from levanter.models.lm_model import LmHeadModel
 from safetensors.numpy import load_file
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner import hf_export
 from marin_rl.learner.hf_export import DeviceWeights, SavedWeights, write_weights
 from marin_rl.learner.policy_model import load_hf_policy
@@ -29,6 +28,7 @@ from marin_rl.runs.array_files import STATE, copy_to_host, write_arrays
 from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.models.hf_checkpoint import write_checkpoint
 
 

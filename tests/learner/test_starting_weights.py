@@ -22,7 +22,7 @@ from marin_rl.batching.rl_example import pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.sections import RolloutConfig
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.critic import CriticConfig, with_critic
 from marin_rl.learner.loss import first_log_ratios
@@ -37,6 +37,7 @@ from marin_rl.run_parts import RunParts
 from marin_rl.tokenization.load import BYTES, TokenizerConfig, TokenizerLoadError, byte_tokenizer
 from marin_rl.training.earlier_run import resolve_model
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.hub import HubError
 from marin_rl.utils.levanter_line import max_positions, seq_len
 from marin_rl.utils.remote_path import RemotePath

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.learner.weight_reloader import WeightReloader
 from marin_rl.models.lora import init_adapter, with_adapter
@@ -20,6 +19,7 @@ from marin_rl.models.peft_format import load_peft_adapter
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.user_code import UserFileError
 
 Parts = tuple[LmHeadModel, ChatTokenizer, TrainerConfig]

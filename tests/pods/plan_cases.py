@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.run_kind import RunKind
-from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.pods.chips import CHIPS, GIB, Number, parse_topology
 from marin_rl.pods.compiling import ProgramMemory
 from marin_rl.pods.least_time import StepSize

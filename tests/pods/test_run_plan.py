@@ -12,7 +12,6 @@ import pytest
 from levanter.models.lm_model import LmConfig
 
 from marin_rl.config.run_kind import RunKind
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import first_policy
@@ -25,6 +24,7 @@ from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.pods.plan_cases import tiny_config, tiny_supervised
 
 

@@ -13,8 +13,8 @@ import levanter.tracker
 from levanter.models.lm_model import LmConfig
 from levanter.tracker import NoopTracker
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.sampling.families import FAMILIES, random_model
 from tests.sampling.test_group_sampler import CONFIG, CONTEXT, STOP_IDS, largest_error, make_requests
 

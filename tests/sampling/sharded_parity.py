@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from experiments.benchmarks.measurement import counted_compiles
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.sampling.attention import DenseAttention
 from marin_rl.sampling.cached_model import with_cache
 from marin_rl.sampling.decoding import conversion_program
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sizes import copy_to_each_process
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.sampling.test_group_sampler import CONFIG, CONTEXT, LLAMA, STOP_IDS, build, largest_error, make_requests
 
 

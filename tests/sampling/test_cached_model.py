@@ -17,10 +17,10 @@ import pytest
 from levanter.models.lm_model import LmHeadModel
 from levanter.tracker import NoopTracker
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.cpu_host import cpu_host
 from tests.sampling.families import FAMILIES, random_model
 from tests.sampling.test_group_sampler import (

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
@@ -29,6 +28,7 @@ from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.earlier_run import prompt_scorer
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.retry import RetryConfig
 from marin_rl.utils.seeds import derive_seed
 from tests.scripted_sampler import ScriptedSampler

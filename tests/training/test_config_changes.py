@@ -15,7 +15,8 @@ from levanter.optim.config import AdamConfig, CosineLrSchedule, InvLrSchedule, L
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig
-from marin_rl.config.train_config import DpoConfig, SftConfig, TrainConfig
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.runs.run_directory import RunDirectory, create_or_open
 from marin_rl.sampling.config import SamplingConfig

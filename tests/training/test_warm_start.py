@@ -15,7 +15,6 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.config.sections import WarmStartConfig
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.environments.base import Split
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.learner.policy_spec import PolicySpec
@@ -26,6 +25,7 @@ from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.training.warm_start import WarmStartError, warm_start
 from marin_rl.types import Message, Task
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.host_status import StopRequestedError
 from marin_rl.utils.levanter_line import seq_len
 from tests.scripted_sampler import ScriptedSampler

@@ -35,12 +35,12 @@ import jax
 from levanter.models.llama import LlamaConfig
 
 from experiments.external.tinker.replay import CONTEXT, MAX_SEQS, Recording
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
 from marin_rl.tinker_api.endpoints import PREFIX
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len
 
 HOST = "127.0.0.1"

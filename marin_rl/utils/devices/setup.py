@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.trainer_config import BATCH, AbstractTrainerConfig, DistributedConfig, TrainerT
+from marin_rl.utils.devices.trainer_config import BATCH, DistributedConfig, TrainerConfig, TrainerT
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ MOST_IMMORTAL_OBJECTS = 10_000
 """More objects than Python exempts itself: a few hundred in a full collection of Python 3.12."""
 
 
-def join_processes(config: AbstractTrainerConfig) -> None:
+def join_processes(config: TrainerConfig) -> None:
     """Apply the trainer's JAX settings and initialize `jax.distributed` if configured.
 
     Does nothing if `jax.distributed` is already initialized.
@@ -104,7 +104,7 @@ def collect_garbage(step: int) -> None:
     gc.collect(2 if step % 10 == 0 else 1)
 
 
-def platform_of(trainer: AbstractTrainerConfig) -> str:
+def platform_of(trainer: TrainerConfig) -> str:
     """Return the platform of the devices of a run: `cpu`, `gpu` or `tpu`."""
     return trainer.device_mesh.devices.flat[0].platform
 
@@ -170,7 +170,7 @@ def _fitted(config: TrainerT) -> TrainerT:
     return config
 
 
-def microbatch_rows(config: AbstractTrainerConfig, default: int) -> int:
+def microbatch_rows(config: TrainerConfig, default: int) -> int:
     """Return the microbatch rows on each data-parallel device.
 
     These are `per_device_parallelism` if it is set, else `default`.
@@ -178,7 +178,7 @@ def microbatch_rows(config: AbstractTrainerConfig, default: int) -> int:
     return config.per_device_parallelism if config.per_device_parallelism > 0 else default
 
 
-def _check_mesh(config: AbstractTrainerConfig) -> None:
+def _check_mesh(config: TrainerConfig) -> None:
     replicas, slices = config.replica_dcn_axis_size, config.num_slices
     if slices % replicas:
         raise DeviceError(
@@ -194,7 +194,7 @@ def _check_mesh(config: AbstractTrainerConfig) -> None:
         )
 
 
-def own_rows(config: AbstractTrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]] | None:
+def own_rows(config: TrainerConfig) -> Callable[[int], Int64[np.ndarray, " own"]] | None:
     """Return the function that lists the rows of a microbatch on the devices of this process.
 
     The config is as returned by `start_devices`.

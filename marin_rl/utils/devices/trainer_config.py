@@ -9,7 +9,7 @@ Its keys are those of levanter's trainer section up to its version 1.2. Levanter
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 
 import draccus
 import jax
@@ -23,6 +23,7 @@ from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
+from marin_rl.utils.settings.section_types import Deferred
 from marin_rl.utils.storage import storage_path, user_cache
 
 REPLICA, DATA, MODEL = "replica", "data", "model"
@@ -52,9 +53,23 @@ class DistributedConfig:
         LevanterConfig(**dataclasses.asdict(self)).initialize()
 
 
+def _trackers() -> Any:
+    from levanter.tracker import TrackerConfig
+
+    return TrackerConfig | tuple[TrackerConfig, ...]
+
+
+if TYPE_CHECKING:
+    from levanter.tracker import TrackerConfig
+
+    Trackers = TrackerConfig | tuple[TrackerConfig, ...]
+else:
+    Trackers = Annotated[Any, Deferred(_trackers)]
+
+
 @dataclasses.dataclass(frozen=True)
-class AbstractTrainerConfig(ConfigSection):
-    """Mesh, precision, microbatches, trackers and settings of JAX; a subclass sets the type of `tracker`."""
+class TrainerConfig(ConfigSection):
+    """Mesh, precision, microbatches, trackers and settings of JAX."""
 
     keys_without_effect: ClassVar[Mapping[str, str]] = {
         "seed": "set seed",
@@ -93,8 +108,8 @@ class AbstractTrainerConfig(ConfigSection):
     """Precision of parameters and computation, such as `p=f32,c=bf16`."""
     id: str | None = None
     """Name of the run in trackers; null: the name of the run directory."""
-    tracker: Any = ()
-    """Trackers, whose type a subclass sets."""
+    tracker: Trackers = ()
+    """Where metrics are logged besides the run directory, such as `[{type: wandb}]`."""
     profiler: bool = False
     """Whether to write a trace of some steps to profile/ in the run directory."""
     profiler_start_step: Annotated[int, Ge(1)] = 5
@@ -197,7 +212,7 @@ class AbstractTrainerConfig(ConfigSection):
             jax.config.update("jax_compilation_cache_dir", self.jax_compilation_cache_dir)
 
 
-def _trainer_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
+def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
     """Settings that a run ignores or does not support."""
     cache = trainer.jax_compilation_cache_dir
     if cache is not None and "://" in cache:
@@ -220,7 +235,7 @@ def _trainer_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
         )
 
 
-def _axis_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
+def _axis_problems(trainer: TrainerConfig) -> Iterator[str]:
     mesh = (REPLICA, DATA, MODEL)
     for key in ("axis_resources", "parameter_axis_resources"):
         for name, given in getattr(trainer, key).items():
@@ -229,7 +244,7 @@ def _axis_problems(trainer: AbstractTrainerConfig) -> Iterator[str]:
                 yield f"trainer.{key}.{name} is {given!r}; it must be one of {', '.join(mesh)}, or a list of them"
 
 
-TrainerT = TypeVar("TrainerT", bound=AbstractTrainerConfig)
+TrainerT = TypeVar("TrainerT", bound=TrainerConfig)
 
 
 def _as_tuples(resources: Mapping[str, Any]) -> dict[str, Any]:

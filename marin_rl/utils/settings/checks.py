@@ -1,33 +1,37 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks of config fields by their types: ranges of numbers, and members of enums.
+"""Checks of config fields by their types: classes of values, ranges of numbers, and members of enums.
 
 A field declares its range with the bounds of `annotated_types`, as in `Annotated[int, Ge(1)]` or
 `Annotated[float, Gt(0), Le(1)] | None`. A text after the bounds is added to the error message. All numbers must be
 finite, also those without bounds. `decode` checks the values of config files, `ConfigSection` those of a config that is
-built in Python.
+built in Python, with the same sentences.
 """
 
 import dataclasses
+import enum
 import functools
-import math
 import numbers
-import operator
-import types
+import os
 import typing
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
 
-from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
-
-from marin_rl.utils.settings.fields import convert_enum_fields
-
-_BOUNDS: dict[type, tuple[Any, str]] = {
-    Ge: (operator.ge, "at least"),
-    Gt: (operator.gt, "above"),
-    Le: (operator.le, "at most"),
-    Lt: (operator.lt, "below"),
-}
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import (
+    NOT_READ,
+    ConfigError,
+    allows_none,
+    is_annotated,
+    is_deferred,
+    is_fixed_tuple,
+    members,
+    plain_type,
+    range_problem,
+    wrong_type,
+)
 
 
 class ConfigSection:
@@ -36,70 +40,84 @@ class ConfigSection:
     A class with a `__post_init__` of its own calls `check_fields` in it.
     """
 
+    is_whole_config: ClassVar[bool] = False
+    """Whether its fields are the first parts of the keys of a config file."""
+
     def __post_init__(self) -> None:
-        """Convert enums and check ranges; see `check_fields`."""
+        """Convert enums, and check types and ranges; see `check_fields`."""
         check_fields(self)
 
 
 def check_fields(config: Any) -> None:
-    """Convert the enums of a config, and check that its numbers are finite and in the declared ranges.
+    """Convert the enums and paths of a config, and check that its values have the declared types and ranges.
 
     Raises:
-        ValueError: if a value is invalid; the message has a line for each, with class, field, value and range.
+        ConfigError: if a value is invalid; the message has a line for each, with class, field, value and range.
     """
-    convert_enum_fields(config)
-    problems = [
-        range_problem(annotation, getattr(config, name), f"{type(config).__name__}.{name}")
-        for name, annotation in _annotations(type(config)).items()
-    ]
+    prefix = "" if getattr(config, "is_whole_config", False) else f"{type(config).__name__}."
+    problems = []
+    for name, annotation in _annotations(type(config)).items():
+        value = getattr(config, name)
+        if accepts(annotation, value):
+            problems.append(range_problem(annotation, value, f"{prefix}{name}"))
+        elif (converted := _converted(annotation, value)) is not None:
+            object.__setattr__(config, name, converted)
+        else:
+            problems += type_problems(annotation, value, f"{prefix}{name}")
     if any(problems):
-        raise ValueError("\n".join(filter(None, problems)))
+        raise ConfigError(*filter(None, problems))
 
 
-def range_problem(annotation: Any, value: object, key: str) -> str:
-    """Describe why a number is not valid; empty if it is, or if the value is not a number.
-
-    `annotation` is the type of the field, with its bounds; `key` names the field in the message.
-
-    >>> range_problem(Annotated[int, Ge(1)] | None, 0, "rollouts.max_tokens")
-    'rollouts.max_tokens is 0; it must be at least 1, or null'
-    >>> range_problem(Annotated[int, Ge(2), "one to fall back to"], 1, "checkpoint.keep_last")
-    'checkpoint.keep_last is 1; it must be at least 2, one to fall back to'
-    """
-    if not isinstance(value, numbers.Real):
-        return ""
-    options = typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else (annotation,)
-    ranged = next((option for option in options if typing.get_origin(option) is Annotated), annotation)
-    is_finite = math.isfinite(value)
-    if is_finite and all(_BOUNDS[kind][0](value, limit) for kind, limit in _bounds(ranged).items()):
-        return ""
-    words = " and ".join(filter(None, ["" if is_finite else "finite", describe_range(ranged)]))
-    remedies = [text for text in getattr(ranged, "__metadata__", ()) if isinstance(text, str)]
-    alternatives = ["or null"] if type(None) in options else []
-    return f"{key} is {value}; it must be {', '.join([words, *alternatives, *remedies])}"
+def type_problems(annotation: Any, value: object, key: str) -> Sequence[str]:
+    """Describe a value that is not accepted, as `decode` does."""
+    try:
+        decode(annotation, value, (key,))
+    except ConfigError as error:
+        return error.problems
+    # Such as a mapping in place of a section.
+    return [wrong_type(annotation, value, key)]
 
 
-def describe_range(annotation: Any) -> str:
-    """Words for the bounds of an annotated type; empty if it has none.
-
-    >>> from annotated_types import Interval
-    >>> describe_range(Annotated[float, Ge(0), Le(1)]), describe_range(Annotated[float, Interval(gt=0, lt=1)])
-    ('from 0 to 1', 'above 0 and below 1')
-    """
-    bounds = _bounds(annotation)
-    if bounds.keys() == {Ge, Le}:
-        return f"from {bounds[Ge]} to {bounds[Le]}"
-    return " and ".join(f"{_BOUNDS[kind][1]} {limit}" for kind, limit in bounds.items())
+def _converted(annotation: Any, value: object) -> Any:
+    """Return a path as text, or the value of an enum as its member, if the type takes that; otherwise None."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value) if accepts(annotation, "") else None
+    kinds = [plain_type(option) for option in members(annotation)]
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum)]
+    return next((member for kind in enums for member in kind if value == member.value), None)
 
 
-_UNIONS = (typing.Union, types.UnionType)
+_SCALARS: dict[Any, Any] = {bool: bool, int: numbers.Integral, float: numbers.Real}
+"""The class of the values of a scalar type; numpy's numbers are of these classes."""
 
 
-def _bounds(annotation: Any) -> dict[type, Any]:
-    """Limits of an annotated type by the type of the bound."""
-    metadata = getattr(annotation, "__metadata__", ())
-    items = [part for item in metadata for part in (item if isinstance(item, GroupedMetadata) else (item,))]
-    return {type(item): getattr(item, type(item).__name__.lower()) for item in items if type(item) in _BOUNDS}
+def accepts(annotation: Any, value: object) -> bool:
+    """Return whether a value may be that of a field of a type, as far as the type is known here."""
+    options = members(annotation)
+    if len(options) > 1 or options[0] is not annotation:
+        return (value is None and allows_none(annotation)) or any(accepts(option, value) for option in options)
+    if is_deferred(annotation) or value is NOT_READ:
+        return True
+    if is_annotated(annotation):
+        return accepts(annotation.__origin__, value)
+    plain, arguments = plain_type(annotation), typing.get_args(annotation)
+    if plain is typing.Literal:
+        return value in arguments
+    if plain in (None, type(None)):
+        return value is None
+    if not isinstance(plain, type) or getattr(plain, "_is_protocol", False):
+        return True
+    if plain in _SCALARS:
+        return isinstance(value, _SCALARS[plain]) and (plain is bool or not isinstance(value, bool))
+    if issubclass(plain, Mapping):
+        return isinstance(value, Mapping) and all(accepts(arguments[1], item) for item in value.values() if arguments)
+    if issubclass(plain, Sequence | AbstractSet) and not issubclass(plain, str | bytes):
+        items = value if isinstance(value, list | tuple | set | frozenset) else None
+        if items is None or (is_fixed_tuple(annotation) and len(items) != len(arguments)):
+            return False
+        kinds = arguments if is_fixed_tuple(annotation) else (*arguments[:1], Any)[:1] * len(items)
+        return all(map(accepts, kinds, items))
+    return isinstance(value, plain)
 
 
 @functools.cache

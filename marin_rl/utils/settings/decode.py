@@ -30,8 +30,8 @@ from draccus.utils import is_choice_type
 
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import OTHER, field_of_key, is_default_of_other_line, is_key_of_other_line
-from marin_rl.utils.settings.checks import range_problem
 from marin_rl.utils.settings.section_types import (
+    NOT_READ,
     ConfigError,
     Written,
     allows_none,
@@ -40,19 +40,20 @@ from marin_rl.utils.settings.section_types import (
     dotted,
     field_types,
     is_annotated,
+    is_deferred,
     is_fixed_tuple,
     is_section,
     members,
     plain_type,
+    range_problem,
     resolve_section,
     section_of,
     without_texts,
+    wrong_type,
 )
 
 LISTED_KEYS = 4
 """Maximum keys of other types that an error message lists."""
-SHOWN_CHARACTERS = 200
-"""Maximum characters of an invalid value in an error message."""
 
 
 def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None) -> Any:
@@ -96,15 +97,7 @@ def decode(annotation: Any, raw: Any, path: Sequence[str] = (), base: Any = None
 
 
 def _wrong(annotation: Any, raw: Any, path: Sequence[str], reason: str = "") -> ConfigError:
-    raw = without_texts(raw)
-    shown = repr(raw)
-    shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
-    given = f"{shown} ({'null' if raw is None else type(raw).__name__})"
-    if isinstance(raw, Mapping) and members(annotation) == (str,):
-        reason = (
-            "YAML reads text with a colon, or in braces, as a mapping; put it in quotes, also within those of a shell"
-        )
-    return ConfigError(f"{dotted(path)} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}")
+    return ConfigError(wrong_type(annotation, without_texts(raw), dotted(path), reason))
 
 
 def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> Any:
@@ -132,6 +125,10 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     values: dict[str, Any] = {}
     for name, annotation in known.items():
         default = default_of(concrete, name, base)
+        if is_deferred(annotation):
+            if default is NOT_READ or raw.get(name, default) != default:
+                values[name] = NOT_READ
+            continue
         if name in raw:
             try:
                 values[name] = decode(annotation, raw[name], (*path, name), default)
@@ -144,6 +141,39 @@ def _decode_section(section: Any, raw: Any, path: Sequence[str], base: Any) -> A
     if problems:
         raise ConfigError(*problems)
     return _construct(concrete, values, path)
+
+
+def decode_rest(value: Any, raw: Mapping[str, Any], path: Sequence[str] = (), base: Any = None) -> Any:
+    """Decode the fields that `decode` left for later within `deferring`.
+
+    Args:
+        value: the config, or a section of it.
+        raw: its plain values.
+        path: parts of the section's name.
+        base: default value of the section; None for the defaults of its class.
+
+    Returns:
+        The complete config, which its class has checked.
+
+    Raises:
+        ConfigError: as `decode`.
+    """
+    section, problems, values = type(value), [], {}
+    for name, annotation in field_types(section).items():
+        item, default = getattr(value, field_of_key(section, name)), default_of(section, name, base)
+        try:
+            if item is NOT_READ:
+                given = name in raw
+                values[name] = decode(annotation, raw[name], (*path, name), default) if given else default
+            elif is_section(type(item)) and any(part is NOT_READ for part in vars(item).values()):
+                values[name] = decode_rest(item, raw.get(name, {}), (*path, name), default)
+            else:
+                values[name] = item
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return _construct(section, values, path)
 
 
 def _as_type(section: Any, raw: Any) -> str:

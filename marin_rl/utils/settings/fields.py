@@ -4,12 +4,9 @@
 """Facts about config fields, kept in their metadata, and the checks and conversions that config classes share."""
 
 import dataclasses
-import enum
-import functools
 import ipaddress
 import itertools
 import os
-import typing
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -265,37 +262,3 @@ def read_api_key(variable: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"the environment variable {variable} has characters that a key cannot have; set it again")
     return key
-
-
-def convert_enum_fields(config: Any) -> None:
-    """Replace the values of fields of type `E` or `E | None` by members of the enum `E`.
-
-    Every config class with enum fields calls this on creation. In a config that is built in Python code,
-    `GigpoConfig(normalize="std")` would otherwise contain a string, and a comparison with `is` would silently take the
-    wrong branch.
-
-    Raises:
-        ValueError: if a value is not the value of a member; the message names class, field, value and choices.
-    """
-    for name, kind in _enum_fields(type(config)).items():
-        value = getattr(config, name)
-        if value is None or isinstance(value, kind):
-            continue
-        try:
-            member = kind(value)
-        except ValueError as error:
-            choices = ", ".join(str(member.value) for member in kind)
-            raise ValueError(f"{type(config).__name__}.{name} is {value!r}; it takes one of {choices}") from error
-        object.__setattr__(config, name, member)
-
-
-@functools.cache
-def _enum_fields(cls: Any) -> dict[str, type[enum.Enum]]:
-    """Enum type by field name, for the fields that have one."""
-    hints = typing.get_type_hints(cls)
-    return {
-        field.name: kind
-        for field in dataclasses.fields(cls)
-        for kind in (hints[field.name], *typing.get_args(hints[field.name]))
-        if isinstance(kind, type) and issubclass(kind, enum.Enum)
-    }

@@ -3,22 +3,27 @@
 
 """Types of config sections and their fields, and the errors of `decode`."""
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
+import math
+import numbers
+import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import draccus
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import field_of_key, key_of_field
-from marin_rl.utils.settings.checks import describe_range
 
 
 class ConfigError(ValueError):
@@ -75,15 +80,65 @@ def section_of(annotation: Any) -> Any:
     return next((member for member in members(annotation) if is_section(member)), None)
 
 
-@functools.cache
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """Metadata of a field whose type takes seconds to import: `Annotated[Any, Deferred(load)]`."""
+
+    load: Callable[[], Any]
+    """Imports the type, and returns it."""
+
+
+class NotRead(enum.Enum):
+    """Value of a field whose type is not imported yet."""
+
+    NOT_READ = enum.auto()
+
+    def __repr__(self) -> str:
+        return "not read yet"
+
+
+NOT_READ = NotRead.NOT_READ
+_deferring = contextvars.ContextVar("deferring", default=False)
+
+
+@contextlib.contextmanager
+def deferring() -> Iterator[None]:
+    """Leave fields with a `Deferred` type for later: `decode` sets them to `NOT_READ`, `decode_rest` decodes them."""
+    token = _deferring.set(True)
+    try:
+        yield
+    finally:
+        _deferring.reset(token)
+
+
+def is_deferred(annotation: Any) -> bool:
+    """Return whether a type is imported later."""
+    return is_annotated(annotation) and any(isinstance(part, Deferred) for part in annotation.__metadata__)
+
+
 def field_types(section: Any) -> dict[str, Any]:
-    """Type of each constructor argument of a section's dataclass by its key, with type variables resolved."""
+    """Type of each constructor argument of a section's dataclass by its key, with type variables resolved.
+
+    A type that is `Deferred` is imported, but not within `deferring`.
+    """
+    return _field_types(section, _deferring.get())
+
+
+def _imported(annotation: Any) -> Any:
+    deferred = [part for part in annotation.__metadata__ if isinstance(part, Deferred)]
+    return deferred[0].load() if deferred else annotation
+
+
+@functools.cache
+def _field_types(section: Any, defers: bool) -> dict[str, Any]:
     origin = plain_type(section)
     known = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(section), strict=False))
     hints = typing.get_type_hints(origin, include_extras=True)
     if hints.get("sliding_window") is int:
         # Levanter declares an integer, but its mistral without a window, such as version 0.3 of the 7B model, has None.
         hints["sliding_window"] = int | None
+    if not defers:
+        hints = {name: _imported(hint) if is_annotated(hint) else hint for name, hint in hints.items()}
     return {
         key_of_field(origin, field.name): known.get(hints[field.name], hints[field.name])
         for field in dataclasses.fields(origin)
@@ -97,12 +152,17 @@ def choice_name(section: Any) -> str:
 
 
 def default_of(section: Any, name: str, base: Any = None) -> Any:
-    """Default value of a key: that of `base` if given, else the declared default, else `MISSING`."""
+    """Default value of a key: that of `base` if given, else the declared default, else `MISSING`.
+
+    Within `deferring` it is `NOT_READ` if it is made by a function of a `Deferred` type.
+    """
     field_name = field_of_key(plain_type(section), name)
     if base is not None:
         return getattr(base, field_name)
     field = plain_type(section).__dataclass_fields__[field_name]
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return NOT_READ if is_deferred(field_types(section).get(name)) else field.default_factory()
 
 
 def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = (), base: Any = None) -> Any:
@@ -177,6 +237,22 @@ def describe(annotation: Any) -> str:
     return f"a {plain.__name__}"
 
 
+SHOWN_CHARACTERS = 200
+"""Maximum characters of an invalid value in an error message."""
+
+
+def wrong_type(annotation: Any, value: object, key: str, reason: str = "") -> str:
+    """Describe a value that a type does not take."""
+    shown = repr(value)
+    shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
+    given = f"{shown} ({'null' if value is None else type(value).__name__})"
+    if isinstance(value, Mapping) and members(annotation) == (str,):
+        reason = (
+            "YAML reads text with a colon, or in braces, as a mapping; put it in quotes, also within those of a shell"
+        )
+    return f"{key} is {given}, but it takes {describe(annotation)}{reason and f': {reason}'}"
+
+
 def allows_none(annotation: Any) -> bool:
     """Return whether values of this type may be null."""
     return annotation in (Any, None, type(None)) or type(None) in typing.get_args(annotation)
@@ -198,3 +274,59 @@ def without_texts(raw: Any) -> Any:
     if isinstance(raw, Mapping):
         return {key: without_texts(value) for key, value in raw.items()}
     return raw.value if isinstance(raw, Written) else raw
+
+
+# Ranges of numbers.
+
+_BOUNDS: dict[type, tuple[Any, str]] = {
+    Ge: (operator.ge, "at least"),
+    Gt: (operator.gt, "above"),
+    Le: (operator.le, "at most"),
+    Lt: (operator.lt, "below"),
+}
+
+
+def range_problem(annotation: Any, value: object, key: str) -> str:
+    """Describe why a number is not valid; empty if it is, or if the value is not a number.
+
+    `annotation` is the type of the field, with its bounds; `key` names the field in the message.
+
+    >>> range_problem(Annotated[int, Ge(1)] | None, 0, "rollouts.max_tokens")
+    'rollouts.max_tokens is 0; it must be at least 1, or null'
+    >>> range_problem(Annotated[int, Ge(2), "one to fall back to"], 1, "checkpoint.keep_last")
+    'checkpoint.keep_last is 1; it must be at least 2, one to fall back to'
+    """
+    if not isinstance(value, numbers.Real):
+        return ""
+    options = typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else (annotation,)
+    ranged = next((option for option in options if typing.get_origin(option) is Annotated), annotation)
+    is_finite = math.isfinite(value)
+    if is_finite and all(_BOUNDS[kind][0](value, limit) for kind, limit in _bounds(ranged).items()):
+        return ""
+    words = " and ".join(filter(None, ["" if is_finite else "finite", describe_range(ranged)]))
+    remedies = [text for text in getattr(ranged, "__metadata__", ()) if isinstance(text, str)]
+    alternatives = ["or null"] if type(None) in options else []
+    return f"{key} is {value}; it must be {', '.join([words, *alternatives, *remedies])}"
+
+
+def describe_range(annotation: Any) -> str:
+    """Words for the bounds of an annotated type; empty if it has none.
+
+    >>> from annotated_types import Interval
+    >>> describe_range(Annotated[float, Ge(0), Le(1)]), describe_range(Annotated[float, Interval(gt=0, lt=1)])
+    ('from 0 to 1', 'above 0 and below 1')
+    """
+    bounds = _bounds(annotation)
+    if bounds.keys() == {Ge, Le}:
+        return f"from {bounds[Ge]} to {bounds[Le]}"
+    return " and ".join(f"{_BOUNDS[kind][1]} {limit}" for kind, limit in bounds.items())
+
+
+_UNIONS = (typing.Union, types.UnionType)
+
+
+def _bounds(annotation: Any) -> dict[type, Any]:
+    """Limits of an annotated type by the type of the bound."""
+    metadata = getattr(annotation, "__metadata__", ())
+    items = [part for item in metadata for part in (item if isinstance(item, GroupedMetadata) else (item,))]
+    return {type(item): getattr(item, type(item).__name__.lower()) for item in items if type(item) in _BOUNDS}

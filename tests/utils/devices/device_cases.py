@@ -7,8 +7,8 @@ import dataclasses
 import json
 import sys
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.utils.devices.setup import DeviceError, start_devices
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 CASES = {
     "data axis": {},

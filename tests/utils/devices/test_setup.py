@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.utils.devices.setup import (
     COLLECTION_THRESHOLD,
     collect_garbage,
@@ -22,6 +21,7 @@ from marin_rl.utils.devices.setup import (
     join_processes,
     start_devices,
 )
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.cpu_host import cpu_host
 
 

@@ -11,13 +11,13 @@ import pytest
 from haliax import Axis
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from marin_rl.config.train_config import TrainerConfig
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.sharding import ShardingError, check_sharding, on_each_shard, sharding_of
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 VOCAB = 264
 

@@ -18,7 +18,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.optim.config import OptimizerConfig
 from levanter.tracker import TrackerConfig
 
-from marin_rl.config.train_config import TrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import IS_NEW, OTHER
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.section_types import ConfigError

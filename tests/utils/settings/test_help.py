@@ -7,7 +7,8 @@ import re
 import pytest
 from levanter.optim.config import AdamConfig
 
-from marin_rl.config.train_config import TrainConfig, TrainerConfig
+from marin_rl.config.train_config import TrainConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.settings.field_docs import field_doc, section_doc
 from marin_rl.utils.settings.help import all_keys, help_text, overview_text
 from marin_rl.utils.settings.section_types import ConfigError, field_types

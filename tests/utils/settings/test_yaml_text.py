@@ -12,7 +12,7 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.tracker.json_logger import JsonLoggerConfig
 from levanter.tracker.tracker import NoopConfig
 
-from marin_rl.config.train_config import TrainerConfig
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.settings import yaml_text
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, load_yaml, parse_value, parse_yaml, to_yaml
