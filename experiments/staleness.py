@@ -28,11 +28,12 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.learner.critic import policy_of
+from marin_rl.run_parts import RunParts
 from marin_rl.runs.metrics_file import append_record
 from marin_rl.runs.run_directory import create_or_open
 from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.loop import TrainingRun, train
-from marin_rl.training.open_run import open_run
+from marin_rl.training.open_run import Start, open_run
 from marin_rl.training.session import run_session
 from marin_rl.types import WeightVersion
 from marin_rl.utils.errors import Closing
@@ -109,7 +110,7 @@ def train_with_lag(config: TrainConfig, lag: int) -> None:
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
     create_or_open(folder, to_yaml(config))
-    run = open_run(config, folder, lambda message: print(message, flush=True))
+    run = open_run(RunParts, config, None, Start(folder, lambda message: print(message, flush=True)))
     with Closing(run.close):
         run.state.scheduler = RolloutScheduler(StalenessLimits(config.rollouts.prompts_per_step, lag))
         run.state.replay = ReplayBuffer(max_staleness=lag)

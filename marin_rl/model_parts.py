@@ -7,20 +7,18 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Self, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import jax
 from jax.typing import DTypeLike
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.packing import GroupRow, RowLayout
+from marin_rl.batching.packing import GroupRow, Prompt, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
-from marin_rl.config.supervised_config import SftConfig
-from marin_rl.config.train_config import TrainConfig, critic_of
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
@@ -40,12 +38,43 @@ Report = Callable[[str], None]
 """Receives progress messages of one line each."""
 
 
+class Lengths(NamedTuple):
+    """Tokens of every sequence of a step whose sequences are equally long."""
+
+    prompt: int
+    """Tokens without loss, such as those of a prompt."""
+    answer: int
+    """Tokens with loss, such as sampled ones."""
+
+
+class EqualStep(NamedTuple):
+    """A step whose sequences are equally long."""
+
+    description: str
+    """The step in words."""
+    lengths: Lengths
+    """Tokens of each sequence."""
+    groups: int
+    """Prompts or rows of data of the step."""
+    sequences: int
+    """Sequences of the step."""
+    updates: int
+    """Updates of the step."""
+    of_update: Sequence[Sequence[int]]
+    """Lengths of the sequences of each rollout or row of data in an update."""
+    prompts: Sequence[Sequence[Prompt]] | None = None
+    """Prompt of each of them, which rollouts may share; None if they share none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AbstractModelParts(abc.ABC):
     """The parts of a run. A command makes those that it uses: each is made once, when it is first read.
 
     A part whose construction raises is made again when it is read again.
     """
+
+    measures_accuracy: ClassVar[bool] = False
+    """Whether the scorer also tells whether a token is the most likely one."""
 
     config: AbstractRunConfig
     """Config of the run."""
@@ -118,16 +147,25 @@ class AbstractModelParts(abc.ABC):
         return self.make_scorer(self.layout, self.tokenizer.pad_token_id)
 
     def make_scorer(self, layout: RowLayout, pad_token_id: int) -> Scorer:
-        """Make a scorer for batches in a layout; for supervised fine-tuning also of the accuracy."""
+        """Make a scorer for batches in a layout."""
         return Scorer(
             self.trainer,
             layout,
             pad_token_id=pad_token_id,
-            temperature=self.config.sampling.temperature if isinstance(self.config, TrainConfig) else 1.0,
+            temperature=self.config.temperature,
             block_size=self.logprob_block,
             capacity=layout.microbatches(self.config.rows.sequences_per_step),
-            accuracy=isinstance(self.config, SftConfig),
+            accuracy=self.measures_accuracy,
         )
+
+    @property
+    @abc.abstractmethod
+    def optional_arrays(self) -> frozenset[str]:
+        """Names of the arrays of a batch that not every loss reads."""
+
+    @abc.abstractmethod
+    def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
+        """Return a step with sequences of these lengths; None for the longest."""
 
     @property
     @abc.abstractmethod
@@ -247,7 +285,7 @@ class AbstractModelParts(abc.ABC):
 
     def policy_spec(self, vocab_size: int) -> PolicySpec:
         """Return the shapes of the run's weights, for a vocabulary size of the model."""
-        return PolicySpec(self.model, vocab_size, self.trainer, critic_of(self.config), self.config.lora)
+        return PolicySpec(self.model, vocab_size, self.trainer, self.config.trained_critic, self.config.lora)
 
     def saved_spec(self, checkpoint: Checkpoint) -> PolicySpec:
         """Return the shapes of the weights in a checkpoint of the run."""

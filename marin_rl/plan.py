@@ -56,18 +56,17 @@ def argument_parser() -> argparse.ArgumentParser:
 def _run(argv: Sequence[str]) -> int:
     arguments, rest = argument_parser().parse_known_args(argv)
     # Imported here because jax and levanter take seconds to import.
-    from marin_rl.config.run_kind import RunKind
     from marin_rl.pods.chips import parse_topology
 
     topology = parse_topology(arguments.topology)
     worker_topology = None if arguments.worker_topology is None else parse_topology(arguments.worker_topology)
 
     checked = check_command_line(rest, {}, command=None, reads_files=False)
-    kind = RunKind.of_config(checked.config)
     for name in ("worker_topology", "prompt_tokens", "answer_tokens"):
-        if kind is not RunKind.TRAIN and getattr(arguments, name) is not None:
+        if not checked.config.samples and getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name} is of runs of marin_rl.train, but this config is of marin_rl.{kind}; leave it out"
+                f"--{name} is of runs of marin_rl.train, but this config is of marin_rl.{checked.config.command}; "
+                "leave it out"
             )
     # Compilation takes minutes.
     if arguments.json is not None:
@@ -75,14 +74,15 @@ def _run(argv: Sequence[str]) -> int:
             raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
         check_output(arguments.json, "--json", MARK)
 
-    from marin_rl.config.train_config import TrainConfig
+    from marin_rl.model_parts import Lengths
     from marin_rl.pods.report import describe, to_json
-    from marin_rl.pods.run_plan import Lengths, complete_model, default_lengths, make_plan
+    from marin_rl.pods.run_plan import complete_model, make_plan
+    from marin_rl.run_parts import longest_rollout
 
     config, vocab_size = complete_model(checked.complete().config, arguments.vocab_size)
     lengths = None
-    if isinstance(config, TrainConfig):
-        longest = default_lengths(config)
+    if config.samples:
+        longest = longest_rollout(config)
         lengths = Lengths(arguments.prompt_tokens or longest.prompt, arguments.answer_tokens or longest.answer)
         if sum(lengths) > config.rollouts.max_length:
             raise ValueError(

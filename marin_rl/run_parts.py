@@ -14,7 +14,7 @@ import haliax as hax
 import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.packing import Prompt, RowLayout
 from marin_rl.config.reference_config import decays
 from marin_rl.config.sections import TOKENS_PER_MICROBATCH, Mode
 from marin_rl.config.train_config import TrainConfig
@@ -24,7 +24,7 @@ from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import SequenceScorer, sequence_scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
-from marin_rl.model_parts import AbstractModelParts
+from marin_rl.model_parts import AbstractModelParts, EqualStep, Lengths
 from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
@@ -277,6 +277,28 @@ class RunParts(AbstractModelParts):
         rows = most_tokens // group.row_length if own_rows else default_rows(group, platform, devices)
         return self._layout(group.row_length, rows * devices, packed=True, group=group)
 
+    @property
+    def optional_arrays(self) -> frozenset[str]:
+        """Names of the arrays of a batch that not every loss reads."""
+        needed = {"ce_weights": self.config.observation_loss is not None, "ref_kl_weights": self.config.needs_teacher}
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
+        """Return a step with rollouts of these lengths; None for the longest."""
+        rollouts, updates, count = self.config.rollouts, self.config.updates, self.config.rollouts.rollouts_per_step
+        lengths = lengths or longest_rollout(self.config)
+        per_update = -(-count // updates.minibatches)
+        return EqualStep(
+            f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} = {count:,} rollouts of "
+            f"{lengths.prompt:,} + {lengths.answer:,} tokens",
+            lengths,
+            rollouts.prompts_per_step,
+            count,
+            updates.per_step,
+            [[min(sum(lengths), rollouts.max_length)]] * per_update,
+            [[Prompt(str(i // rollouts.group_size).encode(), lengths.prompt - 1)] for i in range(per_update)],
+        )
+
     @functools.cached_property
     def loss(self) -> RlLoss:
         """The configured loss."""
@@ -302,6 +324,15 @@ class RunParts(AbstractModelParts):
             frozen=None if base is None and teacher is None else Frozen(base, teacher),
             decay=next(iter(decays(config.reference)), None) if config.needs_reference else None,
         )
+
+
+def longest_rollout(config: TrainConfig) -> Lengths:
+    """Return the longest rollouts of a config: a full answer in every turn, after the longest prompt."""
+    answer = min(config.sampling.max_new_tokens * config.rollouts.max_turns, config.rollouts.max_length - 1)
+    if config.rollouts.max_tokens is not None:
+        answer = min(answer, config.rollouts.max_tokens)
+    longest = config.rollouts.max_length - answer
+    return Lengths(min(config.rollouts.max_prompt_length or longest, longest), answer)
 
 
 def make_gateway(

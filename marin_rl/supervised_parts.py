@@ -4,6 +4,7 @@
 """The parts of a run that trains on data, built from its config."""
 
 import dataclasses
+from typing import ClassVar
 
 from levanter.models.lm_model import LmHeadModel
 
@@ -14,42 +15,43 @@ from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.learner.loss import RlLoss, cross_entropy_loss
 from marin_rl.learner.preference_loss import PreferenceLoss
 from marin_rl.learner.train_step import Frozen, Learner
-from marin_rl.model_parts import AbstractModelParts
+from marin_rl.model_parts import AbstractModelParts, EqualStep, Lengths
 from marin_rl.objectives.aggregation import SequenceMeanConfig, TokenMeanConfig
 from marin_rl.utils.devices.setup import own_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedParts(AbstractModelParts):
-    """The parts of a run that trains on data."""
+    """The parts of a run of supervised fine-tuning, and those that every run on data has."""
+
+    measures_accuracy = True
+    item: ClassVar[str] = "row"
+    """Name of a row of data."""
 
     config: SftConfig | DpoConfig
 
     @property
     def loss(self) -> RlLoss | PreferenceLoss:
-        """Loss of a microbatch: the cross-entropy, or that of pairs."""
-        if isinstance(self.config, DpoConfig):
-            return PreferenceLoss(self.config.loss, self.logprob_block)
+        """Loss of a microbatch."""
         return cross_entropy_loss(self.logprob_block)
 
     @property
+    def optional_arrays(self) -> frozenset[str]:
+        """Names of the arrays of a batch that not every loss reads."""
+        return frozenset({"ce_weights"})
+
+    @property
     def whole_rollouts(self) -> bool:
-        """Whether all sequences of a row of data must be in one microbatch, as the answers of a pair."""
-        return self.config.trains_on_pairs
+        """Whether all sequences of a row of data must be in one microbatch."""
+        return False
 
     @property
     def layout(self) -> RowLayout:
-        """Shape of the microbatches, with room for both answers of a pair.
+        """Shape of the microbatches.
 
         Raises:
-            ValueError: if a microbatch has no room for a pair of the greatest length.
+            ValueError: if a microbatch has no room for a row of data of the greatest length.
         """
-        rows, row_length = self.row_layout.rows_per_microbatch, self.row_layout.row_length
-        if self.config.trains_on_pairs and rows < 2 and row_length < 2 * self.config.batch.max_length:
-            raise ValueError(
-                f"trainer.per_device_parallelism is {self.config.trainer.per_device_parallelism}, so a microbatch is a "
-                f"row of {row_length} positions, but both answers of a pair must fit into one; set at least 2"
-            )
         return self.row_layout
 
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
@@ -66,14 +68,69 @@ class SupervisedParts(AbstractModelParts):
     def pack(self, batch: RolloutBatch) -> PackedBatch:
         """Pack a batch into microbatches, of which this process gets its rows.
 
-        The loss is the mean over pairs, or over the tokens on the loss mask.
+        The loss is the mean over the tokens on the loss mask, or over pairs.
         """
-        pairs = self.config.trains_on_pairs
+        is_entropy = "ce_weights" in self.optional_arrays
         return pack_batch(
             batch,
-            SequenceMeanConfig() if pairs else TokenMeanConfig(),
+            TokenMeanConfig() if is_entropy else SequenceMeanConfig(),
             self.layout,
             pad_token_id=self.tokenizer.pad_token_id,
             own_rows=own_rows(self.trainer),
-            ce_mask=None if pairs else batch.loss_mask,
+            ce_mask=batch.loss_mask if is_entropy else None,
         )
+
+    def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
+        """Return a step with sequences of these lengths; None for the longest."""
+        batch = self.config.batch
+        lengths, each = lengths or Lengths(0, batch.max_length), batch.sequences_per_item
+        items = f"{batch.size:,} {self.item}" + ("" if batch.size == 1 else "s")
+        times = "" if each == 1 else f"{each} x "
+        return EqualStep(
+            f"{items} of {times}{sum(lengths):,} tokens, all with loss",
+            lengths,
+            batch.size,
+            batch.sequences_per_step,
+            1,
+            [[sum(lengths)] * each] * batch.size,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceParts(SupervisedParts):
+    """The parts of a run that trains on pairs of answers."""
+
+    measures_accuracy = False
+    item = "pair"
+
+    config: DpoConfig
+
+    @property
+    def loss(self) -> PreferenceLoss:
+        """Loss of a microbatch."""
+        return PreferenceLoss(self.config.loss, self.logprob_block)
+
+    @property
+    def optional_arrays(self) -> frozenset[str]:
+        """Names of the arrays of a batch that not every loss reads."""
+        return frozenset()
+
+    @property
+    def whole_rollouts(self) -> bool:
+        """Whether both answers of a pair must be in one microbatch."""
+        return True
+
+    @property
+    def layout(self) -> RowLayout:
+        """Shape of the microbatches, with room for both answers of a pair.
+
+        Raises:
+            ValueError: if a microbatch has no room for a pair of the greatest length.
+        """
+        rows, row_length = self.row_layout.rows_per_microbatch, self.row_layout.row_length
+        if rows < 2 and row_length < 2 * self.config.batch.max_length:
+            raise ValueError(
+                f"trainer.per_device_parallelism is {self.config.trainer.per_device_parallelism}, so a microbatch is a "
+                f"row of {row_length} positions, but both answers of a pair must fit into one; set at least 2"
+            )
+        return self.row_layout

@@ -65,12 +65,12 @@ def _run(argv: Sequence[str]) -> int:
     source = open_rollouts(storage_path(run, "RUN"))
     if not source.is_file and not list_files(source.rollouts):
         # Imported here because it imports jax, which most views do not need.
-        from marin_rl.config.run_kind import RunKind
+        from marin_rl.config.commands import config_class
 
         values = parse_yaml(read_config_text(RunDirectory(source.path)), f"the config of {run}")
-        if (kind := RunKind.of(values)) is not RunKind.TRAIN:
+        if not (config := config_class(values)).samples:
             raise RunDirectoryError(
-                f"{run!r} is a run of marin_rl.{kind}, which trains on data and stores no rollouts; see its "
+                f"{run!r} is a run of marin_rl.{config.command}, which trains on data and stores no rollouts; see its "
                 "metrics.jsonl or curves.png"
             )
     _show(arguments, source)

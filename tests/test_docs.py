@@ -3,6 +3,7 @@
 
 """Examples of the documentation work, and runs log exactly the metrics that it defines."""
 
+import collections
 import dataclasses
 import doctest
 import fnmatch
@@ -24,7 +25,7 @@ from draccus.utils import is_choice_type
 
 from marin_rl import chat, evaluate, export, plan, replay, run_job, serve, tinker, train
 from marin_rl.config.command_line import TRAIN_FLAGS, merge, parse_config, read_arguments
-from marin_rl.config.run_kind import RunKind
+from marin_rl.config.commands import config_class, config_class_of
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
@@ -113,8 +114,8 @@ def test_yaml_decodes(text: str, extending: None) -> None:
         assert decode(TpuConfig, parse_yaml(text, "the page"))
         return
     values = parse_yaml(text, "the page")
-    kind = RunKind.of(values)
-    config: Any = whole_config(text) if kind is RunKind.TRAIN else decode(kind.config, values)
+    kind = config_class(values)
+    config: Any = whole_config(text) if kind is TrainConfig else decode(kind, values)
     for section in values:
         assert getattr(config, section) is not None
 
@@ -219,8 +220,8 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
     elif module == "marin_rl.train":
         assert parse_config(TrainConfig, argv, TRAIN_FLAGS).config.run_dir
     elif module in ("marin_rl.sft", "marin_rl.dpo"):
-        kind = RunKind(module.removeprefix("marin_rl."))
-        assert parse_config(kind.config, argv, TRAIN_FLAGS).config.run_dir
+        kind = config_class_of(module.removeprefix("marin_rl."))
+        assert parse_config(kind, argv, TRAIN_FLAGS).config.run_dir
     elif module == "marin_rl.export":
         assert parse_config(export.ExportRunConfig, argv, export.FLAGS).config.run
     elif module == "marin_rl.launch":
@@ -232,7 +233,7 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
     elif module == "marin_rl.plan":
         arguments, rest = plan.argument_parser().parse_known_args(argv)
         assert parse_topology(arguments.topology).num_chips
-        assert parse_config(read_arguments(rest, ()).kind.config, rest).config.model
+        assert parse_config(config_class(collections.ChainMap(*read_arguments(rest, ()).layers())), rest).config.model
     elif module == "marin_rl.serve":
         assert parse_config(serve.ServeConfig, argv).config.port
     elif module == "marin_rl.run_job":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl import plan
-from marin_rl.config.run_kind import RunKind
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.pods.absent_devices import CUDA_PLUGINS
 from tests import fork_server
 from tests.pods.plan_cases import SUPERVISED, TINY
@@ -128,7 +128,7 @@ def test_mistakes_are_one_sentence(
 def test_plan_of_a_run_on_data(tmp_path: Path):
     """The data need not exist."""
     file = tmp_path / "sft.yaml"
-    file.write_text(SUPERVISED[RunKind.SFT])
+    file.write_text(SUPERVISED[SftConfig])
     done = run_plan("--config", str(file), "--topology", "cpu:1")
     assert done.returncode == plan.FITS, done.stderr
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[-5:-2]] == ["initial state", "update", "score"]
@@ -137,7 +137,7 @@ def test_plan_of_a_run_on_data(tmp_path: Path):
 @pytest.mark.parametrize("option", ["worker_topology", "prompt_tokens", "answer_tokens"])
 def test_options_of_rollouts_are_refused_for_data(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "dpo.yaml"
-    file.write_text(SUPERVISED[RunKind.DPO])
+    file.write_text(SUPERVISED[DpoConfig])
     value = "cpu:1" if option == "worker_topology" else "8"
     assert plan.main(["--config", str(file), "--topology", "cpu:1", f"--{option}", value]) == 1
     assert capsys.readouterr().err == (

@@ -25,7 +25,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -48,9 +48,6 @@ from marin_rl.utils.settings.section_types import (
     section_of,
 )
 from marin_rl.utils.settings.yaml_text import load_yaml, parse_value
-
-if TYPE_CHECKING:
-    from marin_rl.config.run_kind import RunKind
 
 ConfigT = TypeVar("ConfigT")
 
@@ -234,8 +231,7 @@ def check_command_line(
     Args:
         argv: arguments of `parse_config`.
         flags: flags of `parse_config`.
-        command: the command that trains, as in [`RunKind`][marin_rl.config.run_kind.RunKind]; None for that of the
-            config.
+        command: the command that trains, None for that of the config.
         reads_files: whether the run will read its input files on this machine, so that they must exist.
 
     Raises:
@@ -248,24 +244,24 @@ def check_command_line(
     layers = arguments.layers()
     # Imported here because the sections take a second to import, and the problems above can be reported without them.
     with without_collections():
+        from marin_rl.config import commands
         from marin_rl.config.input_files import file_problems
-        from marin_rl.config.run_kind import RunKind
 
-        command = command or arguments.kind
-        config_class = RunKind(command).config
+    found = commands.config_class(collections.ChainMap(*layers))
+    config_class = found if command is None else commands.config_class_of(command)
     if arguments.help_section == "":
         with deferring():
-            sys.stdout.write(overview_text(config_class, flags, command, config_class.common_keys))
+            sys.stdout.write(overview_text(config_class, flags, config_class.command, config_class.common_keys))
         raise HelpShown(0)
     if arguments.help_section is not None:
         return CheckedLine(arguments, parse_arguments(config_class, arguments, flags, {}).config)
     import_types(config_class, layers)
     with deferring():
         raw = merge_layers(config_class, layers)
-    if (kind := RunKind.of(raw)) != command and kind.key in raw and RunKind(command).key not in raw:
+    if found is not config_class and found.source_key in raw and config_class.source_key not in raw:
         raise ConfigError(
-            f"this is a config of marin_rl.{kind.value}, because it has {kind.key!r}, but the command takes configs of "
-            f"marin_rl.{command}, which have {RunKind(command).key!r}"
+            f"this is a config of marin_rl.{found.command}, because it has {found.source_key!r}, but the command takes "
+            f"configs of marin_rl.{config_class.command}, which have {config_class.source_key!r}"
         )
     try:
         with deferring():
@@ -364,13 +360,6 @@ class Arguments:
     def layers(self) -> list[dict[str, Any]]:
         """Raw values of the config files and the overrides, in the order of increasing precedence."""
         return [*(self.files[path] for path in self.config_paths if path in self.files), self.overrides]
-
-    @property
-    def kind(self) -> "RunKind":
-        """The command of the config, from its keys."""
-        from marin_rl.config.run_kind import RunKind
-
-        return RunKind.of(collections.ChainMap(*self.layers()))
 
 
 def read_arguments(argv: Sequence[str], known_flags: Iterable[str]) -> Arguments:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.tokenization.config import BYTES, PLAIN
 from marin_rl.utils.errors import explain, nearest_file
 from marin_rl.utils.hub import HubError, check_source
@@ -132,10 +131,9 @@ def file_problems(config: AbstractRunConfig) -> Iterator[str]:
     # A run that resumes does not read initialize_from again.
     is_new = "://" in config.run_dir or not user_path(config.run_dir, "run_dir").exists()
     folders = {"tokenizer.path": config.tokenizer.path, "initialize_from": config.initialize_from if is_new else None}
-    if isinstance(config, TrainConfig):
-        for key, part in nested_sections(config.reference, "reference"):
-            if isinstance(part, CheckpointReferenceConfig):
-                folders[f"{key}.path"] = part.path
+    for key, part in nested_sections(config):
+        if isinstance(part, CheckpointReferenceConfig):
+            folders[f"{key}.path"] = part.path
     for key, text in folders.items():
         if text is not None and text != BYTES and "://" not in text:
             try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from marin_rl.config.sections import AbstractRowConfig
-from marin_rl.learner.config import ExportConfig, LoraConfig
+from marin_rl.learner.config import CriticConfig, ExportConfig, LoraConfig
 from marin_rl.runs.run_directory import CheckpointConfig
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.sharding import POSITION
@@ -64,8 +64,14 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     """Settings that all commands that train share."""
 
     is_whole_config = True
+    command: ClassVar[str]
+    """Name of the command after `python -m marin_rl.`."""
+    source_key: ClassVar[str]
+    """Key of the source of its data, which only configs of this command have."""
     common_keys: ClassVar[tuple[str, ...]]
     """Most important keys, for the overview of `--help`."""
+    samples: ClassVar[bool] = False
+    """Whether a run samples rollouts, so that it has an environment, a sampler and stored rollouts."""
 
     run_dir: str = dataclasses.field(metadata=STORAGE_PATH | may_change())
     """Run directory, a path or an address such as `gs://bucket/run` or `s3://bucket/run`. A run resumes if its
@@ -150,6 +156,51 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     def num_updates(self) -> int:
         """Number of updates of the run, the length of the learning-rate schedule; 0 if it is not yet known."""
         return self.num_steps
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the policy's log-probabilities."""
+        return 1.0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether rollout workers sample during training."""
+        return False
+
+    @property
+    def trained_critic(self) -> CriticConfig | None:
+        """Critic that is trained with the policy; None if there is none."""
+        return None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference scores the rollouts."""
+        return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a model teaches in the updates."""
+        return False
+
+    @property
+    def needs_initial_policy(self) -> bool:
+        """Whether the checkpoint of step 0 must be kept, as for a reference."""
+        return False
+
+    @property
+    def own_scorings(self) -> float:
+        """How often a step scores its batch with the trained weights, on average."""
+        return 0.0
+
+    @property
+    def scores_data(self) -> bool:
+        """Whether rows of data are scored, outside of updates."""
+        return False
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a step trains on its batch."""
+        return 1
 
     @property
     def stop_texts(self) -> tuple[str, ...]:

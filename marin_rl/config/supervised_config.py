@@ -85,11 +85,8 @@ class LossEvaluationConfig(ConfigSection):
 class AbstractSupervisedConfig(AbstractRunConfig):
     """Settings of the commands that train on data."""
 
-    source_key: ClassVar[str]
-    """Name of the section with the source of the data."""
     trains_on_pairs: ClassVar[bool] = False
-    """Whether a row of data is a pair of answers. The checkpoint of step 0 then holds the log-probabilities of the
-    reference, and is always kept."""
+    """Whether a row of data is a pair of answers."""
 
     num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=0, metadata=may_change_by_name())
     """Number of updates; 0: as many as `epochs` need."""
@@ -101,6 +98,16 @@ class AbstractSupervisedConfig(AbstractRunConfig):
         default=LossEvaluationConfig(), metadata=may_change("every") | may_change_by_name()
     )
     """Evaluation on held-out rows."""
+
+    @property
+    def needs_initial_policy(self) -> bool:
+        """Whether the checkpoint of step 0 must be kept, with the log-probabilities of the reference."""
+        return self.trains_on_pairs
+
+    @property
+    def scores_data(self) -> bool:
+        """Whether rows of data are scored, outside of updates."""
+        return self.trains_on_pairs or self.source.holds_out
 
     @property
     def source(self) -> DataConfig:
@@ -122,7 +129,8 @@ class SftConfig(AbstractSupervisedConfig):
         *("num_steps", "batch.size", "batch.max_length", "batch.long_sequences", "optimizer", "evaluation.every"),
         "checkpoint.every",
     )
-    source_key: ClassVar[str] = "data"
+    command = "sft"
+    source_key = "data"
 
     data: DataConfig
     """Rows to train on, in one of four forms: `messages` (and optional `tools`), `prompt` and `completion`, `text`, or
@@ -140,7 +148,8 @@ class DpoConfig(AbstractSupervisedConfig):
         *("num_steps", "batch.size", "batch.max_length", "batch.long_sequences", "loss.beta", "optimizer"),
         *("evaluation.every", "checkpoint.every"),
     )
-    source_key: ClassVar[str] = "preferences"
+    command = "dpo"
+    source_key = "preferences"
     trains_on_pairs: ClassVar[bool] = True
 
     preferences: DataConfig

@@ -52,6 +52,9 @@ from marin_rl.utils.settings.fields import is_loopback, may_change, may_change_b
 class TrainConfig(AbstractRunConfig):
     """Configuration of an RL run."""
 
+    command = "train"
+    source_key = "environment"
+    samples = True
     common_keys: ClassVar[tuple[str, ...]] = (
         *("environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),
         *("rollouts.prompts_per_step", "rollouts.group_size", "rollouts.max_length", "rollouts.max_turns"),
@@ -145,6 +148,21 @@ class TrainConfig(AbstractRunConfig):
         return self.rollouts
 
     @property
+    def temperature(self) -> float:
+        """Temperature of the policy's log-probabilities."""
+        return self.sampling.temperature
+
+    @property
+    def is_async(self) -> bool:
+        """Whether rollout workers sample during training."""
+        return self.mode is Mode.ASYNC
+
+    @property
+    def trained_critic(self) -> CriticConfig | None:
+        """Critic that is trained with the policy; None if there is none."""
+        return self.critic
+
+    @property
     def stop_texts(self) -> tuple[str, ...]:
         """Texts that end a reply, for exports."""
         return self.sampling.stop
@@ -162,7 +180,25 @@ class TrainConfig(AbstractRunConfig):
     @property
     def loads_reference(self) -> bool:
         """Whether the reference scores the rollouts, or teaches in the updates."""
-        return self.needs_reference or self.kl.needs_teacher
+        return self.needs_reference or self.needs_teacher
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the reference teaches in the updates."""
+        return self.kl.needs_teacher
+
+    @property
+    def own_scorings(self) -> float:
+        """How often a step scores its rollouts with the trained weights, on average: see `BatchBuilder`."""
+        if self.critic is not None or self.off_policy_correction.needs_sampling_logprobs:
+            return 1.0
+        store = self.rollout_store
+        return 1 / store.every if store.learner_logprobs and store.every else 0.0
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a step trains on its rollouts."""
+        return self.updates.epochs
 
     @property
     def needs_initial_policy(self) -> bool:
@@ -179,11 +215,6 @@ class TrainConfig(AbstractRunConfig):
     def effective_replay(self) -> ReplayConfig:
         """`replay` in `mode: async`; in `mode: sync` groups are never sampled ahead."""
         return self.replay if self.mode is Mode.ASYNC else ReplayConfig(max_staleness=0)
-
-
-def critic_of(config: AbstractRunConfig) -> CriticConfig | None:
-    """Return the critic that a run trains; None if it trains none."""
-    return config.critic if isinstance(config, TrainConfig) else None
 
 
 def _check_adapter(config: TrainConfig) -> Iterator[str]:

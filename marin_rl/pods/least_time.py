@@ -14,10 +14,9 @@ import equinox as eqx
 import haliax.nn as hnn
 import jax
 
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.pods.chips import Chip, Number
 from marin_rl.pods.compiling import chip_bytes
-from marin_rl.pods.programs import RunShapes, own_scorings
+from marin_rl.pods.programs import RunShapes
 
 
 class StepSize(NamedTuple):
@@ -51,9 +50,9 @@ def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, flo
     prompts = step.rollouts if group is None else step.rollouts / group.answers
     tokens, context = prompts * step.prompt_tokens + answers, (step.prompt_tokens + step.answer_tokens) / 2
     layers, head = forward_flops(run, tokens, context, 0), forward_flops(run, 0, 0, answers)
-    rl = config if isinstance(config, TrainConfig) else None
-    trunks = 1 if rl is None or rl.critic is None or rl.critic.shared_trunk else 2
-    own, reference, epochs = own_scorings(config), rl is not None and rl.needs_reference, rl.updates.epochs if rl else 1
+    critic = config.trained_critic
+    trunks = 1 if critic is None or critic.shared_trunk else 2
+    own, reference, epochs = config.own_scorings, config.needs_reference, config.passes_per_step
     passes = 3 if getattr(config.model, "gradient_checkpointing", True) is False else 4
     flops = {"update": epochs * (passes * trunks * layers + 4 * head)}
     if own or reference:

@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import equinox as eqx
@@ -23,8 +23,6 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlExample
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.sections import Mode
-from marin_rl.config.supervised_config import AbstractSupervisedConfig, SftConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
@@ -40,7 +38,7 @@ from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conver
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
-from marin_rl.supervised_parts import SupervisedParts
+from marin_rl.training.recipes import recipe_of
 from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard
@@ -62,7 +60,7 @@ class RunShapes:
     @functools.cached_property
     def parts(self) -> AbstractModelParts:
         """Parts of the run."""
-        return _parts_class(self.config)(self.config, self.trainer)
+        return recipe_of(self.config).parts(self.config, self.trainer)
 
     @property
     def rl(self) -> TrainConfig:
@@ -107,11 +105,11 @@ class RunShapes:
     @functools.cached_property
     def teacher(self) -> LmHeadModel | None:
         """Shapes and shardings of the teacher of an exact divergence; None without one."""
-        config, policy = self.config, self.parameters
-        if not isinstance(config, TrainConfig) or not config.kl.needs_teacher:
+        if not self.config.needs_teacher:
             return None
-        if isinstance(config.reference, CheckpointReferenceConfig):
-            policy = teacher_spec(cast(RunParts, self.parts), config.reference.path).policy
+        policy, reference = self.parameters, self.rl.reference
+        if isinstance(reference, CheckpointReferenceConfig):
+            policy = teacher_spec(cast(RunParts, self.parts), reference.path).policy
         return self.place(eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, policy))
 
     def place(self, tree: Any) -> Any:
@@ -176,10 +174,6 @@ class RunShapes:
         return haliax.partitioning.set_mesh(cast(Mesh, self.sizes.mesh))
 
 
-def _parts_class(config: AbstractRunConfig) -> type[AbstractModelParts]:
-    return RunParts if isinstance(config, TrainConfig) else SupervisedParts
-
-
 def open_shapes(config: AbstractRunConfig, vocab_size: int) -> RunShapes:
     """Complete a config for the current devices, as a run does at its start.
 
@@ -194,7 +188,7 @@ def open_shapes(config: AbstractRunConfig, vocab_size: int) -> RunShapes:
     if not config.num_updates:
         # Whole epochs are counted when the data is read. The length of the learning-rate schedule changes no memory.
         config = dataclasses.replace(config, num_steps=10**6)
-    parts = _parts_class(config).start(config, section)
+    parts = recipe_of(config).parts.start(config, section)
     return RunShapes(config, parts.trainer, parts.layout, vocab_size)
 
 
@@ -207,13 +201,13 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
     learner = run.parts.make_learner(run.layout, run.base, run.teacher)
     state = run.place(learner.state_shape(run.spec.trained))
-    return learner.lower(state, [_batch(run.layout, run.config)])
+    return learner.lower(state, [_batch(run.layout, run.parts.optional_arrays)])
 
 
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
     scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
-    model = assemble(run.trained if own_scorings(run.config) else run.sent, run.base)
+    model = assemble(run.trained if run.config.own_scorings else run.sent, run.base)
     return scorer.lower(model, [_batch(run.layout)])
 
 
@@ -291,46 +285,27 @@ def programs_of(config: AbstractRunConfig, hosts: int) -> list[str]:
     >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
     ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
     """
-    if isinstance(config, AbstractSupervisedConfig):
-        scores = config.trains_on_pairs or config.source.holds_out
-        return ["initial state", "update", *(["score"] if scores else [])]
-    assert isinstance(config, TrainConfig)
-    builtin = isinstance(config.sampler, LevanterSamplerConfig)
+    builtin = config.samples and isinstance(cast(TrainConfig, config).sampler, LevanterSamplerConfig)
     needed = {
         "initial state": True,
         "update": True,
-        "score": config.needs_reference or own_scorings(config) > 0,
+        "score": config.needs_reference or config.own_scorings > 0 or config.scores_data,
         "sampler weights": builtin,
-        "resharding": builtin and hosts > 1 and config.mode is Mode.SYNC,
+        "resharding": builtin and hosts > 1 and not config.is_async,
         "prefill": builtin,
         "short prefill": builtin,
         "decode": builtin,
-        "weight copy": config.mode is Mode.ASYNC,
+        "weight copy": config.is_async,
     }
     return [name for name in LOWER if needed[name]]
 
 
-def own_scorings(config: AbstractRunConfig) -> float:
-    """Return how often a step scores its rollouts with the learner, on average: see `BatchBuilder`."""
-    if not isinstance(config, TrainConfig):
-        return 0.0
-    store, has_critic = config.rollout_store, config.critic is not None
-    if has_critic or config.off_policy_correction.needs_sampling_logprobs:
-        return 1.0
-    return 1 / store.every if store.learner_logprobs and store.every else 0.0
-
-
-def _batch(layout: RowLayout, config: AbstractRunConfig | None = None) -> RlExample:
-    """Return a microbatch without content; with the streams of a config."""
+def _batch(layout: RowLayout, optional: Collection[str] = ()) -> RlExample:
+    """Return a microbatch without content, with some optional arrays."""
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
     shape = [axis.size for axis in axes]
-    rl = config if isinstance(config, TrainConfig) else None
-    optional = {
-        "prompt_segment_ids": layout.group is not None,
-        "ce_weights": isinstance(config, SftConfig) or (rl is not None and rl.observation_loss is not None),
-        "ref_kl_weights": rl is not None and rl.kl.needs_teacher,
-    }
-    dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name, needed in optional.items() if needed}
+    names = [*optional, *(() if layout.group is None else ("prompt_segment_ids",))]
+    dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name in names}
     arrays = {name: hax.NamedArray(cast(Any, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}
     return RlExample(**arrays, group=layout.group)
 

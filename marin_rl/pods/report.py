@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marin_rl.config.run_kind import RunKind
 from marin_rl.pods.chips import GIB, Number
 from marin_rl.pods.run_plan import Plan, PlannedProgram
 
@@ -34,13 +33,7 @@ def _head(plan: Plan) -> str:
         share = f"{plan.adapter / plan.parameters:.2%}"
         lines["trained"] = f"an adapter of {_parameters(plan.adapter)} parameters, {share} of the model's"
         lines["targets"] = ", ".join(plan.targets)
-    each = step.rollouts // step.groups
-    lines["step"] = {
-        RunKind.TRAIN: f"{step.groups:,} prompts x {each} = {step.rollouts:,} rollouts of {step.prompt_tokens:,} + "
-        f"{step.answer_tokens:,} tokens",
-        RunKind.SFT: f"{_count(step.groups, 'row')} of {step.answer_tokens:,} tokens, all with loss",
-        RunKind.DPO: f"{_count(step.groups, 'pair')} of {each} x {step.answer_tokens:,} tokens, all with loss",
-    }[plan.kind]
+    lines["step"] = plan.description
     lines["microbatches"] = (
         f"{step.microbatches:,} in {_count(step.updates, 'update')}, of {_count(plan.rows, 'row')} x "
         f"{plan.row_length:,} positions on each data-parallel chip"

@@ -6,18 +6,16 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 
-from marin_rl.batching.packing import Prompt, choose_layout, count_microbatches
+from marin_rl.batching.packing import choose_layout, count_microbatches
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.run_kind import RunKind
-from marin_rl.config.sections import Mode
-from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.starting_weights import hf_folder
+from marin_rl.model_parts import Lengths
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import GIB, Chip, Number, Topology
@@ -34,15 +32,6 @@ ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
 
 ON_ONE_HOST = ("prefill", "short prefill", "decode")
 """Programs of the sampler that run on the chips of each host alone."""
-
-
-class Lengths(NamedTuple):
-    """Tokens of every rollout of a planned step."""
-
-    prompt: int
-    """Tokens of a prompt."""
-    answer: int
-    """Sampled tokens of a rollout."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +81,8 @@ class Plan:
     """Positions of a row."""
     step: StepSize
     """Size of a step."""
+    description: str
+    """The step in words."""
     held: Mapping[str, Number]
     """Bytes on each chip of the trainer that stay allocated, by name."""
     programs: tuple[PlannedProgram, ...]
@@ -100,8 +91,6 @@ class Plan:
     """Least seconds of each phase of a step on the trainer; empty if the rates of its chip are unknown."""
     worker_seconds: Mapping[str, float]
     """The same on one rollout worker; empty in `mode: sync`."""
-    kind: RunKind = RunKind.TRAIN
-    """The command of the run."""
 
     @property
     def fits(self) -> bool:
@@ -139,7 +128,7 @@ def make_plan(
         TopologyError: if the devices are not available.
         ValueError: if the mesh or the rows do not fit the devices or the model, or the workers' chips not the run.
     """
-    is_async = isinstance(config, TrainConfig) and config.mode is Mode.ASYNC
+    is_async = config.is_async
     if worker_topology is not None:
         _check_workers(is_async, worker_topology)
     worker_topology = (worker_topology or topology.local()) if is_async else None
@@ -148,7 +137,7 @@ def make_plan(
     on_host = [name for name in names if name in (UNROLLED if is_async else ON_ONE_HOST)]
     of_worker: dict[str, float] = {}
     with absent_devices(topology):
-        run, step = _chosen_layout(_open(config, vocab_size), lengths)
+        run, step, description = _chosen_layout(_open(config, vocab_size), lengths)
         held, mesh, rows = _held(run), dict(run.trainer.device_mesh.shape), run.layout.rows_per_microbatch
         of_mesh = [name for name in names if name not in on_host]
         programs = [_plan_program(name, "trainer", run, held, topology.chip, report) for name in of_mesh]
@@ -182,11 +171,11 @@ def make_plan(
         rows=rows,
         row_length=run.layout.row_length,
         step=step,
+        description=description,
         held=held,
         programs=tuple(programs),
         trainer_seconds=of_trainer,
         worker_seconds=of_worker,
-        kind=RunKind.of_config(config),
     )
 
 
@@ -267,22 +256,19 @@ def _held(run: RunShapes) -> dict[str, Number]:
     state = run.parts.make_learner(run.layout, run.base).state_shape(run.spec.trained)
     held = _weights(run, run.trained)
     held["optimizer"] = chip_bytes(run.place(state)) - held["weights"]
+    # The log-probabilities of the reference of pairs are computed with the first weights, and kept on the host.
     config = run.config
-    if not isinstance(config, TrainConfig):
-        # The log-probabilities of the reference of pairs are computed with the first weights, and kept on the host.
-        return held
+    reference = run.rl.reference if config.needs_reference or config.needs_teacher else None
     if config.needs_reference:
-        teachers = {part.path for part in config.reference.parts if isinstance(part, CheckpointReferenceConfig)}
+        teachers = {part.path for part in run.rl.reference.parts if isinstance(part, CheckpointReferenceConfig)}
         shapes = [teacher_spec(cast(RunParts, run.parts), path).policy for path in teachers]
         shapes += [run.sent] if config.needs_initial_policy else []
         held["reference"] = sum(chip_bytes(run.place(shape)) for shape in shapes)
     # A checkpoint that also scores is loaded once.
-    if run.teacher is not None and not (
-        "reference" in held and isinstance(config.reference, CheckpointReferenceConfig)
-    ):
+    if run.teacher is not None and not ("reference" in held and isinstance(reference, CheckpointReferenceConfig)):
         held["teacher"] = chip_bytes(run.teacher)
-    if config.mode is Mode.ASYNC:
-        dtype, leaves = config.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
+    if config.is_async:
+        dtype, leaves = run.rl.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))
         sent = [jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding) for leaf in leaves]
         held["copy for workers"] = chip_bytes(sent)
     return held
@@ -311,31 +297,13 @@ def _held_arguments(name: str, held: Mapping[str, Number], run: RunShapes) -> tu
             return ("weights",)
 
 
-def _chosen_layout(run: RunShapes, lengths: Lengths | None) -> tuple[RunShapes, StepSize]:
-    """Choose the layout of a step's batch, as the run does; every sequence of data has the greatest length."""
-    if isinstance(run.config, AbstractSupervisedConfig):
-        batch = run.config.batch
-        layout, slots = choose_layout([[batch.max_length] * batch.sequences_per_item] * batch.size, run.layout)
-        step = StepSize(batch.size, batch.sequences_per_step, 0, batch.max_length, count_microbatches(slots), 1)
-        return dataclasses.replace(run, layout=layout), step
-    lengths, rollouts, updates = lengths or default_lengths(run.rl), run.rl.rollouts, run.rl.updates
-    count = rollouts.rollouts_per_step
-    per_update = -(-count // updates.minibatches)
-    sequences = [[min(sum(lengths), rollouts.max_length)]] * per_update
-    prompts = [[Prompt(str(i // rollouts.group_size).encode(), lengths.prompt - 1)] for i in range(per_update)]
-    layout, slots = choose_layout(sequences, run.layout, prompts=prompts)
-    microbatches = count_microbatches(slots) * updates.per_step
-    step = StepSize(rollouts.prompts_per_step, count, *lengths, microbatches, updates.per_step)
-    return dataclasses.replace(run, layout=layout), step
-
-
-def default_lengths(config: TrainConfig) -> Lengths:
-    """Return the longest rollouts of a config: a full answer in every turn, after the longest prompt."""
-    answer = min(config.sampling.max_new_tokens * config.rollouts.max_turns, config.rollouts.max_length - 1)
-    if config.rollouts.max_tokens is not None:
-        answer = min(answer, config.rollouts.max_tokens)
-    longest = config.rollouts.max_length - answer
-    return Lengths(min(config.rollouts.max_prompt_length or longest, longest), answer)
+def _chosen_layout(run: RunShapes, lengths: Lengths | None) -> tuple[RunShapes, StepSize, str]:
+    """Choose the layout of a step's batch, as the run does; return it with the size of the step, and this in words."""
+    step = run.parts.equal_step(lengths)
+    layout, slots = choose_layout(step.of_update, run.layout, prompts=step.prompts)
+    microbatches = count_microbatches(slots) * step.updates
+    size = StepSize(step.groups, step.sequences, *step.lengths, microbatches, step.updates)
+    return dataclasses.replace(run, layout=layout), size, step.description
 
 
 def complete_model(config: ConfigT, vocab_size: int | None) -> tuple[ConfigT, int]:

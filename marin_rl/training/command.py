@@ -18,8 +18,7 @@ from marin_rl.config.command_line import (
 def run_training_command(command: str, argv: Sequence[str] | None = None) -> int:
     """Run the command line of a command that trains.
 
-    `command` is its name, as in [`RunKind`][marin_rl.config.run_kind.RunKind]; `argv` is None for the arguments of the
-    process.
+    `command` is its name; `argv` is None for the arguments of the process.
 
     Returns:
         Exit status: 0 if the run is complete or was stopped by the user, 1 after an error, 130 after an interrupt

@@ -26,9 +26,9 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
 
+from marin_rl.config.commands import config_class
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.run_kind import RunKind
-from marin_rl.config.train_config import TrainConfig, critic_of
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.runs.array_files import named_arrays
 from marin_rl.runs.checkpoint import Checkpoints
@@ -174,10 +174,10 @@ def plan_changes(directory: RunDirectory, config: AbstractRunConfig, named: Coll
     if not directory.config.exists() or not directory.has_results():
         return []
     former = read_config(directory)
-    if (begun := RunKind.of_config(former)) is not (own := RunKind.of_config(config)):
+    if (begun := former.command) != config.command:
         raise RunDirectoryError(
             f"run directory {str(directory.path)!r} belongs to a run of marin_rl.{begun}, but the command is "
-            f"marin_rl.{own}; choose another run_dir, or continue the run with python -m marin_rl.{begun}"
+            f"marin_rl.{config.command}; choose another run_dir, or continue the run with python -m marin_rl.{begun}"
         )
     # Keys that a former version did not have count with their defaults, as in every command that reads the run.
     old, new = (flatten(encode(each)) for each in (former, config))
@@ -186,7 +186,7 @@ def plan_changes(directory: RunDirectory, config: AbstractRunConfig, named: Coll
     changes = [Change(newest, key, show_value(old, key), show_value(new, key)) for key in differing_keys(old, new)]
     assert config.model is not None
     # The size of the vocabulary is not known before the tokenizer is loaded, and the same for both optimizers.
-    spec = PolicySpec(config.model, 2**15, config.trainer, critic_of(config), config.lora)
+    spec = PolicySpec(config.model, 2**15, config.trainer, config.trained_critic, config.lora)
     difference = functools.partial(_state_difference, former.optimizer, config.optimizer, config.num_updates, spec)
     _require_possible(directory, changes, named, config, difference)
     recorded = keys_changeable_by_name(type(config))
@@ -261,10 +261,10 @@ def _another_run(directory: RunDirectory, newest: int) -> str:
     if exported_step(directory) != newest:
         weights = "WEIGHTS"
         export = f"python -m marin_rl.export --run {run} --output WEIGHTS, and then "
-    kind = RunKind.of(parse_yaml(read_config_text(directory), str(directory.config)))
+    samples = config_class(parse_yaml(read_config_text(directory), str(directory.config))).samples
     return (
         f"choose another run_dir; to start it from the weights of this run: {export}--run_dir NEW --initialize_from "
-        f"{weights}{' --warm_start.max_steps 0' if kind is RunKind.TRAIN else ''}"
+        f"{weights}{' --warm_start.max_steps 0' if samples else ''}"
     )
 
 

@@ -27,7 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.run_kind import RunKind
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.advice import count_silent
@@ -410,11 +409,10 @@ def print_summary(
     silent, groups = (sum(counts) for counts in zip(*map(count_silent, records), (0, 0), strict=True))
     if 2 * silent > groups:
         totals["no signal"] = f"in {silent:,} of {groups:,} groups"
-    kind = RunKind.of_config(config)
-    if kind is RunKind.TRAIN:
+    if config.samples:
         totals |= {"rollouts": progress.episodes, "tokens sampled": progress.sampled_tokens}
     else:
         totals |= {"tokens trained": progress.trained_tokens}
     print_closing_table(
-        console, directory.path, progress.evaluations, seconds, totals, command, in_steps, compiling, kind.value
+        console, directory.path, progress.evaluations, seconds, totals, command, in_steps, compiling, config.command
     )

@@ -244,7 +244,7 @@ def _directory_state(config: AbstractRunConfig, *, accept_changes: bool, named: 
             return _DirectoryState(f"the run starts from the beginning, in {directory.path}")
         progress, files, checkpoint = loaded
         compare_on_resume(files, checkpoint.path, digest_inputs(config), accept=accept_changes)
-        if isinstance(config, TrainConfig) and config.needs_initial_policy:
+        if config.needs_initial_policy:
             checkpoints.open(0)
     except StorageError as error:
         # A machine without access to the store can check the config of a run on other machines.

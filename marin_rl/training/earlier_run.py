@@ -1,55 +1,34 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs that have started: their config and checkpoints, their policy with a sampler to be served, and exports.
-
-A policy to be served may also be in a folder in Hugging Face format.
-"""
+"""Runs that have started: their config, their checkpoints and their exports."""
 
 import dataclasses
-import functools
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar, cast
 
-from levanter.models.lm_model import LmHeadModel
-
-from marin_rl.config.input_files import Inputs, digest_inputs
+from marin_rl.config.commands import config_class
+from marin_rl.config.input_files import Inputs
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.run_kind import RunKind
-from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.hf_export import WeightParts
-from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture, save_hf_folder
-from marin_rl.learner.scoring import sequence_scorer
+from marin_rl.learner.policy_model import read_hf_architecture, save_hf_folder
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
-from marin_rl.model_parts import AbstractModelParts
-from marin_rl.models.lora import merge_adapter
 from marin_rl.models.peft_format import CONFIG as PEFT_CONFIG
-from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
 from marin_rl.runs.saved_checkpoint import Checkpoint
-from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.group_sampler import GroupSampler
-from marin_rl.sampling.stops import stop_text_bytes
-from marin_rl.serving.options import choose_context
-from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import platform_of, start_devices
-from marin_rl.utils.devices.trainer_config import TrainerConfig
-from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError
-from marin_rl.utils.levanter_line import max_positions
+from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, parse_yaml
-from marin_rl.utils.storage import StoragePath, read_small, replace_folder, storage_path, upload_folder
+from marin_rl.utils.storage import StoragePath, replace_folder, storage_path, upload_folder
 
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
@@ -66,7 +45,7 @@ def read_config(directory: RunDirectory) -> AbstractRunConfig:
     """
     text, name = read_config_text(directory), str(directory.config)
     try:
-        return from_yaml(RunKind.of(parse_yaml(text, name)).config, text, name)
+        return from_yaml(config_class(parse_yaml(text, name)), text, name)
     except ConfigError as error:
         if not any("unknown key" in problem or "is not one of its types" in problem for problem in error.problems):
             raise
@@ -88,10 +67,10 @@ def require_rl(config: AbstractRunConfig, run: str, purpose: str) -> TrainConfig
     Raises:
         RunDirectoryError: if the run is one of supervised training.
     """
-    if isinstance(config, TrainConfig):
-        return config
+    if config.samples:
+        return cast(TrainConfig, config)
     raise RunDirectoryError(
-        f"{run!r} is a run of marin_rl.{RunKind.of_config(config).value}, which has no environment and no rollouts, so "
+        f"{run!r} is a run of marin_rl.{config.command}, which has no environment and no rollouts, so "
         f"{purpose}; serve it with python -m marin_rl.serve --run, or start RL from it with initialize_from"
     )
 
@@ -157,12 +136,6 @@ def load_run(run: str, step: int | None) -> tuple[AbstractRunConfig, Checkpoints
     return config, Checkpoints(directory.checkpoints, config.checkpoint)
 
 
-def open_parts(config: AbstractRunConfig) -> AbstractModelParts:
-    """Start the devices of this process alone for the parts of an earlier run, maybe of another machine."""
-    kind = RunParts if isinstance(config, TrainConfig) else SupervisedParts
-    return kind.start(config, alone=True, of_other_machine=True)
-
-
 def restore_checkpoint(
     checkpoints: Checkpoints, step: int | None, inputs: Inputs, restore: Callable[[Checkpoint], T]
 ) -> tuple[int, T]:
@@ -221,133 +194,3 @@ def _publish(output: StoragePath, partial: Path, step: int) -> None:
         replace_folder(output, partial)
     else:
         upload_folder(output, partial, next(name for name in MARKERS if (partial / name).exists()))
-
-
-class Policy(NamedTuple):
-    """A policy that can be served."""
-
-    sampler: GroupSampler
-    """Samples from it."""
-    tokenizer: ChatTokenizer
-    """Its tokenizer."""
-    vocab_size: int
-    """Vocabulary size of the model."""
-    max_context: int
-    """Maximum number of prompt and new tokens of a sequence."""
-    sampling: SamplingConfig
-    """Limits and stop texts."""
-    score: Callable[[Sequence[tuple[int, ...]]], list[list[float]]] | None
-    """Returns the log-probs of the tokens of each prompt after the first, at temperature 1; None if not asked for."""
-    max_turns: int | None
-    """Maximum number of replies of an episode of its run; None if RL did not train it."""
-
-
-def load_policy(
-    *,
-    run: str | None = None,
-    step: int | None = None,
-    folder: str | None = None,
-    max_seqs: int | None = None,
-    max_new_tokens: int | None = None,
-    max_context: int | None = None,
-    call_seconds: float = math.inf,
-    score_prompts: bool = False,
-) -> Policy:
-    """Load the weights of a run or of a folder and create the sampler.
-
-    Args:
-        run: run directory, with the run's tokenizer and sampling limits; None: the policy is in `folder`.
-        step: step of the run's checkpoint; None for the newest valid one.
-        folder: folder in Hugging Face format.
-        max_seqs: number of sequences that are decoded together; None for that of the run, or 64.
-        max_new_tokens: maximum number of new tokens; None for that of the run, or all that fit.
-        max_context: maximum number of tokens of a sequence; None for that of the run, or the model's up to 4,096.
-        call_seconds: aimed duration of a call of the sampler.
-        score_prompts: whether the policy also scores prompts.
-
-    Raises:
-        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
-        PolicyModelError: if the model cannot be loaded.
-        UserError: if `max_context` exceeds the number of the model's positions.
-    """
-    if run is None:
-        tokenizer = TokenizerConfig(path=str(folder)).build()
-        stop = _stop_texts(Path(str(folder)))
-        trainer, version = start_devices(TrainerConfig(), rows_per_device=1, alone=True), 0
-        model = load_hf_policy(str(folder), tokenizer, trainer, None)
-        context = choose_context(max_context, max_positions(model.config))
-        sampling, max_turns = SamplingConfig(max_new_tokens=context - 1, stop=stop), None
-    else:
-        config, checkpoints = load_run(run, step)
-        parts = open_parts(config)
-        tokenizer, trainer = parts.tokenizer, parts.trainer
-        version, model = restore_checkpoint(
-            checkpoints,
-            step,
-            digest_inputs(config, ("tokenizer",)),
-            parts.restore_policy,
-        )
-        is_rl = isinstance(config, TrainConfig)
-        longest = config.rollouts.max_length if is_rl else None
-        context = choose_context(max_context, max_positions(model.config), longest)
-        sampling = config.sampling if is_rl else SamplingConfig(max_new_tokens=context - 1)
-        max_turns = config.rollouts.max_turns if is_rl else None
-    # The run's config is not changed: checks of training would refuse limits that are valid here.
-    sampling = dataclasses.replace(
-        sampling,
-        max_seqs=max_seqs or sampling.max_seqs,
-        max_new_tokens=max_new_tokens or sampling.max_new_tokens,
-    )
-    sampler = GroupSampler(
-        model,
-        config=sampling,
-        stop_token_ids=tokenizer.stop_token_ids,
-        max_context=context,
-        token_bytes=stop_text_bytes(tokenizer, sampling.stop),
-        version=version,
-        trainer=trainer,
-        call_seconds=call_seconds,
-    )
-    score = prompt_scorer(model, trainer, context, tokenizer.pad_token_id) if score_prompts else None
-    return Policy(sampler, tokenizer, model.vocab_size, context, sampling, score, max_turns)
-
-
-def prompt_scorer(
-    model: LmHeadModel, trainer: TrainerConfig, max_context: int, pad_token_id: int
-) -> Callable[[Sequence[tuple[int, ...]]], list[list[float]]]:
-    """Return a function that computes the log-probs of the tokens of each prompt after the first, at temperature 1.
-
-    Args:
-        model: the weights.
-        trainer: mesh, precision and sharding.
-        max_context: maximum number of tokens of a prompt.
-        pad_token_id: token id of padding.
-    """
-    platform = platform_of(trainer)
-    score = sequence_scorer(
-        model.config,
-        trainer,
-        max_context,
-        pad_token_id=pad_token_id,
-        temperature=1.0,
-        block_size=LOGPROB_BLOCK_SIZE[platform],
-        tokens=TOKENS_PER_MICROBATCH[platform],
-    )
-    return functools.partial(score, merge_adapter(model))
-
-
-def _stop_texts(folder: Path) -> tuple[str, ...]:
-    """Read the stop texts of an exported policy.
-
-    Raises:
-        UserError: if they are not usable texts.
-    """
-    file = folder / "generation_config.json"
-    value = json.loads(read_small(file)).get("stop_strings") if file.exists() else None
-    texts = [value] if isinstance(value, str) else value or []
-    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-        raise UserError(f"stop_strings in {file} is {value!r}; it must be a list of texts")
-    try:
-        return SamplingConfig(max_new_tokens=1, stop=tuple(texts)).stop
-    except ValueError as error:
-        raise UserError(f"stop_strings in {file} is {value!r}: {error}") from error

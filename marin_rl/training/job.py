@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from marin_rl.config.command_line import merge_layers
+from marin_rl.config.commands import config_class
 from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.run_kind import RunKind
 from marin_rl.runs.lock import RunInUseError
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, exported_step, list_steps
 from marin_rl.utils.errors import RunDirectoryError, UserError, writing
@@ -233,11 +233,11 @@ def _config_of(job: Job) -> AbstractRunConfig:
     """Check the inputs, and decode the config with their paths."""
     if problems := list(_input_problems(job.inputs)):
         raise ConfigError(*problems)
-    kind = RunKind.of(job.config)
+    kind = config_class(job.config)
     paths = [_nested(key, value.path) for key, value in job.inputs.items()]
-    values = merge_layers(kind.config, [job.config, *paths, {"run_dir": job.run_dir}])
-    import_types(kind.config, [values])
-    config = decode(kind.config, values)
+    values = merge_layers(kind, [job.config, *paths, {"run_dir": job.run_dir}])
+    import_types(kind, [values])
+    config = decode(kind, values)
     problems = list(file_problems(config))
     if config.trainer.distributed.initialize_jax_distributed:
         problems.append("trainer.distributed.initialize_jax_distributed is true, but a job has one process; remove it")

@@ -70,26 +70,32 @@ class Loaded(NamedTuple):
     """Other files of the checkpoint by name."""
 
 
-def open_run(
-    config: TrainConfig,
-    folder: StoragePath,
-    report: Report,
-    stop_requested: Callable[[], bool] = lambda: False,
-    *,
-    accept_changes: bool = False,
-    command_timer: PhaseTimer | None = None,
-) -> TrainingRun:
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a command gives to the start of a run."""
+
+    folder: StoragePath
+    """Run directory."""
+    report: Report
+    """Called with each progress message."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Returns whether this process was asked to stop; called during a warm start and evaluations."""
+    accept_changes: bool = False
+    """Whether to resume although files that the run reads or has written were changed."""
+    timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
+    """Accumulates the seconds of the parts of the command: `warm start`, `evaluation`, `steps`."""
+
+
+def open_run(kind: type[RunParts], config: TrainConfig, data: None, start: Start) -> TrainingRun:
     """Start a run, or resume it from its newest valid checkpoint.
 
     Closes all opened resources if it raises or is interrupted.
 
     Args:
+        kind: class of the parts.
         config: training config; `model` is set.
-        folder: run directory.
-        report: called with each progress message.
-        stop_requested: returns whether this process was asked to stop; called during a warm start and evaluations.
-        accept_changes: whether to resume although files that the run reads or has written were changed.
-        command_timer: accumulates the seconds of `warm start`, `evaluation` and `steps`.
+        data: none; the environment reads the tasks.
+        start: what the command gives.
 
     Raises:
         KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
@@ -99,10 +105,10 @@ def open_run(
         RunDirectoryError: if files of the run were changed since the checkpoint.
         ProcessesDifferError: if the processes have different input files.
     """
-    timer = PhaseTimer() if command_timer is None else command_timer
+    folder, report = start.folder, start.report
     with contextlib.ExitStack() as resources:
         with interruptible():
-            parts = RunParts.start(config, resources=resources, report=report)
+            parts = kind.start(config, resources=resources, report=report)
             inputs = _check_run(parts)
             require_same_tasks(parts.environment)
             reward_functions = _open_reward_functions(parts)
@@ -114,12 +120,12 @@ def open_run(
             loaded = checkpoints.restore_newest(functools.partial(load_state, parts, (REPLAY,)))
             files = RunFiles(inputs)
             if loaded is not None:
-                files = compare_files(loaded, inputs, report, accept=accept_changes)
+                files = compare_files(loaded, inputs, report, accept=start.accept_changes)
         if loaded is None:
             with interruptible():
                 policy = parts.first_policy()
             runner = _open_runner(parts, reward_functions, policy, version=0)
-            trainer_state, progress = _start(parts, policy, runner, store, report, stop_requested, timer)
+            trainer_state, progress = _start(parts, policy, runner, store, start)
         else:
             trainer_state, progress = loaded.state, loaded.progress
             report_resume(loaded, checkpoints, report)
@@ -170,7 +176,7 @@ def open_run(
             checkpoints=checkpoints,
             resources=resources.pop_all(),
             files=files,
-            command_timer=timer,
+            command_timer=start.timer,
         )
 
 
@@ -260,14 +266,12 @@ def _start(
     policy: LmHeadModel | Adapter,
     runner: RolloutRunner,
     store: RolloutStore,
-    report: Report,
-    stop_requested: Callable[[], bool],
-    timer: PhaseTimer,
+    start: Start,
 ) -> tuple[TrainerState, Progress]:
     """Warm up the initial weights if configured, and evaluate them."""
-    config = parts.config
+    config, report, timer = parts.config, start.report, start.timer
     progress = Progress(vocab_size=parts.assemble(policy).vocab_size, base=parts.base_fingerprint)
-    stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, stop_requested))
+    stoppable = dataclasses.replace(runner, interrupt=functools.partial(raise_if, start.stop_requested))
     failures = FailureReports(report)
     for warning in small_split_warnings(config, runner):
         report(f"warning: {warning}")
@@ -297,7 +301,7 @@ def _start(
                 block_size=parts.logprob_block,
                 temperature=config.sampling.temperature,
                 report=report,
-                stop_requested=stop_requested,
+                stop_requested=start.stop_requested,
             )
     state = parts.first_state(policy)
     runner.sampler.update_weights(parts.assemble(policy_of(state.model)), 0)

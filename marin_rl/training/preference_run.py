@@ -26,36 +26,35 @@ from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import pair_sums, preference_metrics
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.saved_checkpoint import DamagedCheckpointError
-from marin_rl.supervised_parts import SupervisedParts
-from marin_rl.training.supervised_run import HELD_OUT, SupervisedTask, score_examples
+from marin_rl.supervised_parts import PreferenceParts
+from marin_rl.training.open_run import Start
+from marin_rl.training.supervised_run import HELD_OUT, SupervisedRun, SupervisedTask, open_on_data, score_examples
 from marin_rl.utils.timing import notice_if_long
 
 REFERENCE = "reference_logprobs.npz"
 """File of the log-probabilities of the reference in the checkpoint of step 0."""
 
 
-def dpo_task(
-    parts: SupervisedParts, data: Data, checkpoints: Checkpoints, policy: LmHeadModel | None
-) -> SupervisedTask:
-    """Return the batches of pairs with the reference, and the loss of held-out pairs; see `MakeTask`."""
-    assert isinstance(parts.config, DpoConfig)
-    join = functools.partial(join_pairs, length_normalized=parts.config.loss.length_normalized)
-    count = len(data.train.examples)
-    pairs, file = with_reference(parts, [*data.train.examples, *data.held_out.examples], checkpoints, policy)
-    measure = functools.partial(measure_pairs, parts, join, pairs[count:])
-    return SupervisedTask(
-        Batches(pairs[:count], parts.config.batch.size, parts.config.seed), join, measure, {REFERENCE: file}
-    )
+def open_preferences(kind: type[PreferenceParts], config: DpoConfig, data: Data, start: Start) -> SupervisedRun:
+    """Start a run of direct preference optimization, or resume it; see `open_on_data`."""
+
+    def make_task(parts: PreferenceParts, checkpoints: Checkpoints, policy: LmHeadModel | None) -> SupervisedTask:
+        join = functools.partial(join_pairs, length_normalized=config.loss.length_normalized)
+        count = len(data.train.examples)
+        pairs, file = with_reference(parts, [*data.train.examples, *data.held_out.examples], checkpoints, policy)
+        measure = functools.partial(measure_pairs, parts, join, pairs[count:])
+        return SupervisedTask(Batches(pairs[:count], config.batch.size, config.seed), join, measure, {REFERENCE: file})
+
+    return open_on_data(kind, config, data, start, make_task)
 
 
 def measure_pairs(
-    parts: SupervisedParts,
+    parts: PreferenceParts,
     join: Callable[[Sequence[Example]], RolloutBatch],
     pairs: Sequence[Example],
     policy: LmHeadModel,
 ) -> dict[str, float]:
     """Return the loss and the metrics of held-out pairs, means over the pairs."""
-    assert isinstance(parts.config, DpoConfig)
     loss, batch = parts.config.loss, join(pairs)
     logprobs = batch.from_actions("log-probabilities", _score(parts, policy, pairs))
     ids = np.repeat(np.arange(len(pairs)), np.diff(batch.token_offsets))
@@ -72,7 +71,7 @@ def measure_pairs(
 
 
 def with_reference(
-    parts: SupervisedParts, pairs: Sequence[Example], checkpoints: Checkpoints, policy: LmHeadModel | None
+    parts: PreferenceParts, pairs: Sequence[Example], checkpoints: Checkpoints, policy: LmHeadModel | None
 ) -> tuple[list[Example], bytes]:
     """Return the pairs with the log-probabilities of the reference, and the file of these.
 
@@ -106,7 +105,7 @@ def _with(pairs: Sequence[Example], logprobs: Sequence[np.ndarray]) -> list[Exam
 
 
 def _score(
-    parts: SupervisedParts, model: LmHeadModel, pairs: Sequence[Example]
+    parts: PreferenceParts, model: LmHeadModel, pairs: Sequence[Example]
 ) -> list[Float32[np.ndarray, " actions"]]:
     """Compute the log-probabilities (nats) of the tokens with loss of each pair."""
     scored = score_examples(parts, model, pairs)

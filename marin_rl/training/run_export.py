@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.config.input_files import digest_inputs
-from marin_rl.config.train_config import critic_of
 from marin_rl.learner.config import ExportConfig
 from marin_rl.learner.hf_export import DeviceWeights, SavedWeights
 from marin_rl.learner.policy_model import save_adapter_folder
@@ -17,13 +16,8 @@ from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import hf_location
 from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.saved_checkpoint import Checkpoint
-from marin_rl.training.earlier_run import (
-    export_folder,
-    load_run,
-    open_parts,
-    replace_export,
-    restore_checkpoint,
-)
+from marin_rl.training.earlier_run import export_folder, load_run, replace_export, restore_checkpoint
+from marin_rl.training.served_policy import open_parts
 from marin_rl.utils.errors import UserError, writing
 from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path
 
@@ -66,7 +60,7 @@ def export_run(
 
     def restore(checkpoint: Checkpoint) -> Any:
         if config.lora is None:
-            spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), config.trainer, critic_of(config))
+            spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), config.trainer, config.trained_critic)
             return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
         parts = open_parts(config)
         if not adapter:

@@ -4,6 +4,7 @@
 """A training session: run directory, log, signals, metric records, training and export."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -20,8 +21,6 @@ import jax
 
 from marin_rl.config.command_line import ParsedConfig
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.run_kind import RunKind
-from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.learner.critic import assemble, policy_of
@@ -40,11 +39,10 @@ from marin_rl.training.config_changes import (
 from marin_rl.training.console import ProgressDisplay, describe_step, print_and_log, report_finished
 from marin_rl.training.earlier_run import export_folder, read_config, resolve_model
 from marin_rl.training.loop import AbstractRun, train
-from marin_rl.training.open_run import open_run
-from marin_rl.training.preference_run import dpo_task
+from marin_rl.training.open_run import Start
+from marin_rl.training.recipes import recipe_of
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.training.step_records import StepRecords, check_trackers, open_profiler, open_records
-from marin_rl.training.supervised_run import prepare_supervised, sft_task
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
 from marin_rl.utils.errors import Closing, UserError, explain, writing
@@ -56,17 +54,6 @@ from marin_rl.utils.storage import storage_path
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 logger = logging.getLogger(__name__)
-
-Prepare = Callable[[Any], tuple[AbstractRunConfig, Callable[..., AbstractRun]]]
-"""Reads the data of a config whose `model` is set; returns the config of the run, and the function that opens it, with
-the arguments of `open_run` after the config."""
-PREPARE: Mapping[RunKind, Prepare] = {
-    # An RL run reads its data itself.
-    RunKind.TRAIN: lambda config: (config, functools.partial(open_run, config)),
-    RunKind.SFT: functools.partial(prepare_supervised, sft_task),
-    RunKind.DPO: functools.partial(prepare_supervised, dpo_task),
-}
-"""How the runs of each command are prepared."""
 
 
 def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
@@ -90,16 +77,13 @@ def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
         go_on_without_output()
         run_session(parsed.config, sys.stdout, **choices, started=started)
         return 0
-    from marin_rl.training.dry_run import dry_run, dry_run_supervised
-
     # The accelerators may be those of a running job, or absent.
     jax.config.update("jax_platforms", "cpu")
 
     def report(text: str) -> None:
         print(escape(text), flush=True)
 
-    check: Callable[..., list[str]] = dry_run if isinstance(parsed.config, TrainConfig) else dry_run_supervised
-    problems = check(parsed.config, report, **choices)
+    problems = recipe_of(parsed.config).check(parsed.config, report, **choices)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0
@@ -141,7 +125,8 @@ def run_session(
     join_processes(config.trainer)
     with contextlib.ExitStack() as resources, exit_on_error():
         require_same_software()
-        config, open_this = PREPARE[RunKind.of_config(config)](resolve_model(config))
+        recipe = recipe_of(config)
+        config, data = recipe.read(resolve_model(config))
         directory = RunDirectory(storage_path(config.run_dir, "run_dir"))
 
         def report_if_finished() -> str | None:
@@ -165,13 +150,10 @@ def run_session(
         timer = PhaseTimer()
         with log, logged_errors(), explain_errors():
             with ProgressDisplay(config.num_steps, console) as display:
-                open_this_run = functools.partial(
-                    open_this,
-                    directory.path,
-                    accept_changes=accept_changes,
-                    command_timer=timer,
-                )
-                finished = _train(open_this_run, directory, changes, display, started)
+                open_this_run = functools.partial(recipe.open, recipe.parts, config, data)
+                report = functools.partial(_report, display)
+                start = Start(directory.path, report, accept_changes=accept_changes, timer=timer)
+                finished = _train(open_this_run, start, directory, changes, display, started)
             if main and finished is not None:
                 parts = {name: timer.seconds[name] for name in COMMAND_PARTS if name in timer.seconds}
                 parts["checkpoints, the rest"] = time.perf_counter() - started - sum(parts.values())
@@ -182,10 +164,11 @@ def run_session(
 
 def _required_cluster(config: AbstractRunConfig) -> str | None:
     """Return the address of the Ray cluster that must answer, and check that Ray is installed if it is needed."""
-    if not isinstance(config, TrainConfig):
+    if not config.is_async:
         return None
-    check_ray(config.mode, config.workers.tpu_slice)
-    return config.ray_address if config.mode is Mode.ASYNC else None
+    workers = cast(TrainConfig, config)
+    check_ray(workers.mode, workers.workers.tpu_slice)
+    return workers.ray_address
 
 
 def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:
@@ -211,8 +194,7 @@ def _open_directory(config: AbstractRunConfig, directory: RunDirectory, named: C
         # If this start is killed, the next one exports with the new settings.
         with writing(directory.hf):
             (directory.hf / EXPORTED_STEP).unlink(missing_ok=True)
-    stores_rollouts = isinstance(config, TrainConfig)
-    create_or_open(directory.path, to_yaml(config), stores_rollouts=stores_rollouts)
+    create_or_open(directory.path, to_yaml(config), stores_rollouts=config.samples)
     return changes
 
 
@@ -221,7 +203,8 @@ COMMAND_PARTS = ("start", "warm start", "evaluation", "steps", "export, plots")
 
 
 def _train(
-    open_this_run: Callable[..., AbstractRun],
+    open_this_run: Callable[[Start], AbstractRun],
+    start: Start,
     directory: RunDirectory,
     changes: Sequence[Change],
     display: ProgressDisplay,
@@ -230,17 +213,18 @@ def _train(
     """Train, export and plot; return the run if it is complete.
 
     Args:
-        open_this_run: `open_run` with the config of this start.
+        open_this_run: opens the run with its config and data.
+        start: what this command gives.
         directory: the run directory.
         changes: changes of the config since the last start, not yet written.
         display: shows the progress.
         started: time at which the command started, of `time.perf_counter`.
     """
-    report = functools.partial(_report, display)
+    report = start.report
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
         try:
-            run = open_this_run(report=report, stop_requested=stop.is_set)
+            run = open_this_run(dataclasses.replace(start, stop_requested=stop.is_set))
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
@@ -28,12 +28,11 @@ from marin_rl.data.token_file import TOKENS, write_tokens
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.scoring import Scores
-from marin_rl.model_parts import Report
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.training.evaluation import small_sample_warning
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
-from marin_rl.training.open_run import compare_files, load_state, report_resume
+from marin_rl.training.open_run import Start, compare_files, load_state, report_resume
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
 from marin_rl.training.shared_run import require_same_batch, require_same_inputs
 from marin_rl.utils import multihost
@@ -61,11 +60,6 @@ class SupervisedTask:
     """Returns the held-out metrics of a policy; not called if nothing is held out."""
     first_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     """Further files of the checkpoint of step 0, by name."""
-
-
-MakeTask = Callable[[SupervisedParts, Data, Checkpoints, LmHeadModel | None], SupervisedTask]
-"""Makes the task of a run from its parts, its data, its checkpoints, and the policy of a new run, which is None if the
-run resumes."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -149,47 +143,32 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
         return packed
 
 
-def prepare_supervised(
-    make_task: MakeTask, config: SupervisedConfig
-) -> tuple[SupervisedConfig, Callable[..., SupervisedRun]]:
-    """Read and tokenize the data of a run; see `Prepare` in `marin_rl.training.session`.
+def open_supervised(kind: type[SupervisedParts], config: Any, data: Data, start: Start) -> SupervisedRun:
+    """Start a run of supervised fine-tuning, or resume it from its newest valid checkpoint; see `open_on_data`."""
 
-    Args:
-        make_task: returns the batches and measures of the run.
-        config: config of the run; `model` is set.
+    def make_task(parts: SupervisedParts, checkpoints: Checkpoints, policy: LmHeadModel | None) -> SupervisedTask:
+        batches = Batches(data.train.examples, config.batch.size, config.seed)
+        return SupervisedTask(batches, join_examples, functools.partial(held_out_loss, parts, data.held_out.examples))
 
-    Returns:
-        The config with `num_steps`, and the function that opens the run.
-
-    Raises:
-        ValueError: if the data is invalid; the message names the file, the line and the column.
-    """
-    config, data = read_data(config)
-    return config, functools.partial(open_supervised, make_task, config, data)
+    return open_on_data(kind, config, data, start, make_task)
 
 
-def open_supervised(
-    make_task: MakeTask,
-    config: AbstractSupervisedConfig,
+def open_on_data(
+    kind: type[SupervisedParts],
+    config: Any,
     data: Data,
-    folder: StoragePath,
-    report: Report,
-    stop_requested: Callable[[], bool],
-    *,
-    accept_changes: bool,
-    command_timer: PhaseTimer,
+    start: Start,
+    make_task: Callable[[Any, Checkpoints, LmHeadModel | None], SupervisedTask],
 ) -> SupervisedRun:
     """Start a run that trains on data, or resume it from its newest valid checkpoint.
 
     Args:
-        make_task: returns the batches and measures of the run.
+        kind: class of the parts.
         config: config of the run; `model` and `num_steps` are set.
         data: its data.
-        folder: run directory.
-        report: called with each progress message.
-        stop_requested: not read, because the start takes no steps.
-        accept_changes: as for `open_run`.
-        command_timer: accumulates the seconds of `evaluation` and `steps`.
+        start: what the command gives.
+        make_task: makes the task of the run from its parts, its checkpoints, and the policy of a new run, which is None
+            if the run resumes.
 
     Raises:
         KeyboardInterrupt: after SIGINT or SIGTERM while the run is prepared or its weights are loaded.
@@ -197,11 +176,12 @@ def open_supervised(
         RunDirectoryError: if files of the run were changed since the checkpoint.
         ProcessesDifferError: if the processes have different input files.
     """
+    folder, report = start.folder, start.report
     with contextlib.ExitStack() as resources, interruptible():
-        parts = SupervisedParts.start(config, resources=resources, report=report)
+        parts = kind.start(config, resources=resources, report=report)
         inputs = digest_inputs(config)
         require_same_inputs(inputs)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.trains_on_pairs)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.needs_initial_policy)
         resources.enter_context(Closing(checkpoints.close))
         loaded = checkpoints.restore_newest(functools.partial(load_state, parts, ()))
         if loaded is None:
@@ -210,7 +190,7 @@ def open_supervised(
             state, files = parts.first_state(policy), RunFiles(inputs)
         else:
             progress, state = loaded.progress, loaded.state
-            files = compare_files(loaded, inputs, report, accept=accept_changes)
+            files = compare_files(loaded, inputs, report, accept=start.accept_changes)
             report_resume(loaded, checkpoints, report)
         report(describe(data))
         if data.digest and progress.step < (config.num_steps or 0) and multihost.is_main():
@@ -227,14 +207,14 @@ def open_supervised(
             tokenizer=parts.tokenizer,
             checkpoints=checkpoints,
             files=files,
-            command_timer=command_timer,
+            command_timer=start.timer,
             parts=parts,
             data=data,
-            task=make_task(parts, data, checkpoints, policy),
+            task=make_task(parts, checkpoints, policy),
             resources=resources.pop_all(),
         )
     if loaded is None:
-        with command_timer.phase("evaluation"):
+        with start.timer.phase("evaluation"):
             if metrics := run.measure(run.milestones[0]):
                 report(f"{run.milestones[0]}: {describe_held_out(metrics)}")
         run.save()
@@ -264,20 +244,16 @@ def score_examples(
 
 
 def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
-    """Read and tokenize the data of a run; return the config with `num_steps`, and the data."""
+    """Read and tokenize the data of a run; return the config with `num_steps`, and the data.
+
+    Raises:
+        ValueError: if the data is invalid; the message names the file, the line and the column.
+    """
     limits, tokenizer = (config.batch.max_length, config.batch.long_sequences), config.tokenizer.build()
     stored, pairs = storage_path(config.run_dir, "run_dir") / TOKENS, config.trains_on_pairs
     data = read_examples(config.source, config.source_key, *limits, tokenizer, pairs=pairs, stored=stored)
     steps = Batches(data.train.examples, config.batch.size, config.seed).steps(config.epochs)
     return dataclasses.replace(config, num_steps=config.num_steps or steps), data
-
-
-def sft_task(
-    parts: SupervisedParts, data: Data, checkpoints: Checkpoints, policy: LmHeadModel | None
-) -> SupervisedTask:
-    """Return the batches of supervised fine-tuning and the loss of held-out rows; see `MakeTask`."""
-    batches = Batches(data.train.examples, parts.config.batch.size, parts.config.seed)
-    return SupervisedTask(batches, join_examples, functools.partial(held_out_loss, parts, data.held_out.examples))
 
 
 def held_out_loss(parts: SupervisedParts, examples: Sequence[Example], policy: LmHeadModel) -> dict[str, float]:

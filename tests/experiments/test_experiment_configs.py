@@ -14,7 +14,7 @@ from experiments.objectives import OBJECTIVES, objective, ppo
 from experiments.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.run_kind import RunKind
+from marin_rl.config.commands import config_class
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import RandomRewardConfig
 from marin_rl.utils.settings.yaml_text import load_yaml, to_yaml
@@ -32,8 +32,7 @@ def read(name: str) -> TrainConfig:
     "path", sorted([*EXPERIMENTS.glob("*.yaml"), *EXPERIMENTS.glob("tasks/*.yaml")]), ids=lambda path: path.name
 )
 def test_every_experiment_is_valid_and_has_its_own_run_directory(path):
-    kind = RunKind.of(load_yaml(path))
-    config = parse_config(kind.config, ["--config", str(path)]).config
+    config = parse_config(config_class(load_yaml(path)), ["--config", str(path)]).config
     assert config.run_dir == str("runs" / path.relative_to(EXPERIMENTS).with_suffix(""))
 
 

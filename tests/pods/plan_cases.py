@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.run_kind import RunKind
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.pods.chips import CHIPS, GIB, Number, parse_topology
@@ -37,16 +36,16 @@ model:
 batch: {size: 8, max_length: 32, packing: false}
 trainer: {per_device_parallelism: 4}
 """
-SUPERVISED = {RunKind.SFT: _TINY_SFT, RunKind.DPO: _TINY_SFT.replace("data:", "preferences:")}
+SUPERVISED = {SftConfig: _TINY_SFT, DpoConfig: _TINY_SFT.replace("data:", "preferences:")}
 """Tiny configs of runs on data, which a plan does not read."""
 
 
-def tiny_supervised(kind: RunKind, *overrides: str) -> SftConfig | DpoConfig:
+def tiny_supervised(kind: type[SftConfig | DpoConfig], *overrides: str) -> SftConfig | DpoConfig:
     """Return a config of a run on data, with overrides."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tiny.yaml"
         file.write_text(SUPERVISED[kind])
-        return parse_config(cast(Any, kind.config), ["--config", str(file), *overrides]).config
+        return parse_config(cast(Any, kind), ["--config", str(file), *overrides]).config
 
 
 def tiny_config(*overrides: str) -> TrainConfig:
@@ -75,6 +74,7 @@ def make_plan(*programs: PlannedProgram, **changes: Any) -> Plan:
         "rows": 1,
         "row_length": 8192,
         "step": StepSize(2, 16, 1024, 7168, 4, 1),
+        "description": "2 prompts x 8 = 16 rollouts of 1,024 + 7,168 tokens",
         "held": {"weights": 2 * GIB, "optimizer": 4 * GIB},
         "trainer_seconds": {"update": 3.0, "decode": 1.0},
         "worker_seconds": {},

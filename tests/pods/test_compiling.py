@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from marin_rl.batching.rl_example import pack_batch
-from marin_rl.config.run_kind import RunKind
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.data.dataset import join_examples, join_pairs
 from marin_rl.data.rows import make_example
 from marin_rl.objectives.aggregation import TokenMeanConfig
@@ -89,14 +89,14 @@ def test_larger_sizes_never_need_less_memory(program: str, key: str, values: tup
     assert totals[0] < totals[-1]
 
 
-@pytest.mark.parametrize("kind", [RunKind.SFT, RunKind.DPO])
-def test_programs_of_data_are_those_of_the_run(kind: RunKind):
+@pytest.mark.parametrize("kind", [SftConfig, DpoConfig])
+def test_programs_of_data_are_those_of_the_run(kind: type[SftConfig | DpoConfig]):
     """Compared with the programs lowered for weights and a packed batch."""
     shapes = open_shapes(tiny_supervised(kind), vocab_size=ChatTokenizer(byte_tokenizer()).vocab_size)
     parts: Any = shapes.parts
     state = parts.first_state(parts.first_policy())
     sequence = np.full(32, 5), np.arange(32) > 0
-    pairs = kind is RunKind.DPO
+    pairs = kind is DpoConfig
     rows = [make_example("row", [sequence] * (2 if pairs else 1), chosen=int(pairs))] * 8
     unscored = join_examples(rows)
     scored = pack_batch(

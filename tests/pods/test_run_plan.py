@@ -11,16 +11,18 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.models.lm_model import LmConfig
 
-from marin_rl.config.run_kind import RunKind
+from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import first_policy
+from marin_rl.model_parts import Lengths
 from marin_rl.pods import run_plan
 from marin_rl.pods.chips import GIB, Number, Topology, parse_topology
 from marin_rl.pods.compiling import Failure, ProgramMemory
 from marin_rl.pods.programs import RunShapes
 from marin_rl.pods.report import describe
-from marin_rl.pods.run_plan import Lengths, Plan, default_lengths, make_plan
+from marin_rl.pods.run_plan import Plan, make_plan
+from marin_rl.run_parts import longest_rollout
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import start_devices
@@ -39,7 +41,7 @@ from tests.pods.plan_cases import tiny_config, tiny_supervised
     ],
 )
 def test_longest_rollouts_fill_the_context(overrides: list[str], lengths: Lengths):
-    assert default_lengths(tiny_config(*overrides)) == lengths
+    assert longest_rollout(tiny_config(*overrides)) == lengths
 
 
 def cpu(memory: float | None = None) -> Topology:
@@ -142,13 +144,17 @@ def test_worker_has_its_own_precision(results: dict[str, ProgramMemory | Failure
 @pytest.mark.parametrize(
     ("kind", "overrides", "programs", "step"),
     [
-        (RunKind.SFT, [], ["update", "score"], "8 rows of 32 tokens, all with loss"),
-        (RunKind.SFT, ["--data.held_out", "0"], ["update"], "8 rows of 32 tokens, all with loss"),
-        (RunKind.DPO, ["--preferences.held_out", "0"], ["update", "score"], "8 pairs of 2 x 32 tokens, all with loss"),
+        (SftConfig, [], ["update", "score"], "8 rows of 32 tokens, all with loss"),
+        (SftConfig, ["--data.held_out", "0"], ["update"], "8 rows of 32 tokens, all with loss"),
+        (DpoConfig, ["--preferences.held_out", "0"], ["update", "score"], "8 pairs of 2 x 32 tokens, all with loss"),
     ],
 )
 def test_run_on_data_has_no_programs_of_a_sampler(
-    results: dict[str, ProgramMemory | Failure], kind: RunKind, overrides: list[str], programs: list[str], step: str
+    results: dict[str, ProgramMemory | Failure],
+    kind: type[SftConfig | DpoConfig],
+    overrides: list[str],
+    programs: list[str],
+    step: str,
 ):
     """Held-out rows are scored, and all pairs by the reference, which is the policy itself before the first step."""
     plan = make_plan(tiny_supervised(kind, *overrides), cpu(), vocab_size=128)
@@ -162,11 +168,11 @@ def test_run_on_data_has_no_programs_of_a_sampler(
 
 def test_adapter_that_trains_on_pairs_holds_the_base_once(results: dict[str, ProgramMemory | Failure], tmp_path: Path):
     trainer, tokenizer = start_devices(TrainerConfig(), rows_per_device=1), ChatTokenizer(byte_tokenizer())
-    model = cast(LmConfig, tiny_supervised(RunKind.DPO).model)
+    model = cast(LmConfig, tiny_supervised(DpoConfig).model)
     policy = first_policy(None, model, tokenizer, trainer, 0)
     save_hf_policy(policy, tokenizer, tmp_path, trainer)
     start = ["--initialize_from", str(tmp_path), "--lora", "{rank: 2}", "--trainer.mp", "p=f32,c=bf16"]
-    config = tiny_supervised(RunKind.DPO, *start)
+    config = tiny_supervised(DpoConfig, *start)
     plan = make_plan(config, cpu(), vocab_size=policy.vocab_size)
     assert list(plan.held) == ["base", "weights", "optimizer"]
     size = sum(leaf.size for leaf in jax.tree.leaves(policy) if eqx.is_array(leaf))

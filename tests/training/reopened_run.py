@@ -10,8 +10,9 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.run_parts import RunParts
 from marin_rl.training.loop import TrainingRun
-from marin_rl.training.open_run import open_run
+from marin_rl.training.open_run import Start, open_run
 from marin_rl.utils.settings.yaml_text import from_yaml
 from tests.tiny_run import TinyRun
 
@@ -31,4 +32,4 @@ def reopen(
 ) -> TrainingRun:
     """Resume a run from its newest checkpoint, with some settings changed."""
     config = dataclasses.replace(config_of(run), **changes)
-    return open_run(config, run.path, report, accept_changes=accept_changes)
+    return open_run(RunParts, config, None, Start(run.path, report, accept_changes=accept_changes))

@@ -191,7 +191,7 @@ def test_a_changed_file_of_a_complete_run_is_refused_until_the_key_is_given_or_t
     assert run.records()[-1]["lr"] == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("place", ["open_run", "open_records", "open_profiler"])
+@pytest.mark.parametrize("place", ["open_run.require_same_tasks", "session.open_records", "session.open_profiler"])
 def test_a_start_that_fails_leaves_the_config(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):
@@ -201,7 +201,7 @@ def test_a_start_that_fails_leaves_the_config(
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no tracker")
 
-    monkeypatch.setattr(f"marin_rl.training.session.{place}", fail)
+    monkeypatch.setattr(f"marin_rl.training.{place}", fail)
     # With a recorded change, and with one that is not.
     for more in (LONGER, ("--log_level", "debug", "--checkpoint.every", "1")):
         assert run.train(*more) == 1
@@ -220,7 +220,9 @@ def test_a_finished_run_without_its_export_is_exported(
     assert outcome(run) == outcome(finished_run)
 
 
-@pytest.mark.parametrize("place", ["marin_rl.training.session.open_run", "marin_rl.training.session._export"])
+@pytest.mark.parametrize(
+    "place", ["marin_rl.training.open_run.require_same_tasks", "marin_rl.training.session._export"]
+)
 def test_a_new_type_of_the_export_is_exported_after_a_kill(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):

@@ -91,11 +91,12 @@ def shy_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def open_it(run: TinyRun, folder: Path, report: Callable[[str], None]) -> None:
     from marin_rl.config.command_line import parse_config
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.training.open_run import open_run
+    from marin_rl.run_parts import RunParts
+    from marin_rl.training.open_run import Start, open_run
 
     (folder / "rollouts").mkdir()
     argv = [*run.argv, "--warm_start.max_steps", "0"]
-    open_run(parse_config(TrainConfig, argv).config, folder, report)
+    open_run(RunParts, parse_config(TrainConfig, argv).config, None, Start(folder, report))
 
 
 def test_interrupt_in_first_evaluation_and_failing_store_close(

@@ -23,7 +23,8 @@ from marin_rl import supervised_parts
 from marin_rl.data import dataset
 from marin_rl.export import ExportRunConfig, run_export
 from marin_rl.sft import main
-from marin_rl.training.earlier_run import load_policy, load_run, require_rl
+from marin_rl.training.earlier_run import load_run, require_rl
+from marin_rl.training.served_policy import load_policy
 from marin_rl.utils.errors import RunDirectoryError
 from tests.fork_server import popen
 from tests.tiny_run import (

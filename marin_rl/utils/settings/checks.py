@@ -105,7 +105,7 @@ def accepts(annotation: Any, value: object) -> bool:
         return value in arguments
     if plain in (None, type(None)):
         return value is None
-    if not isinstance(plain, type) or getattr(plain, "_is_protocol", False):
+    if plain is Any or not isinstance(plain, type) or getattr(plain, "_is_protocol", False):
         return True
     if plain in _SCALARS:
         return isinstance(value, _SCALARS[plain]) and (plain is bool or not isinstance(value, bool))
