@@ -307,9 +307,16 @@ def test_every_run_that_a_page_names_is_made_before_it_there_or_in_the_readme(pa
 
 
 def test_every_benchmark_is_on_its_page() -> None:
-    page = (ROOT / "experiments" / "results" / "benchmarks.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"^python -m experiments\.benchmarks\.(\w+) +> ", page, re.MULTILINE))
-    assert shown == {path.stem for path in (ROOT / "experiments" / "benchmarks").glob("benchmark_*.py")}
+    page = (ROOT / "experiments" / "lab" / "results" / "benchmarks.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^python -m experiments\.lab\.benchmarks\.(\w+) +> ", page, re.MULTILINE))
+    assert shown == {path.stem for path in (ROOT / "experiments" / "lab" / "benchmarks").glob("benchmark_*.py")}
+
+
+def test_the_table_of_recipes_lists_every_recipe_and_its_links_exist() -> None:
+    folder = ROOT / "experiments"
+    linked = re.findall(r"\]\(([^)#]+)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert [link for link in linked if not (folder / link).exists()] == []
+    assert {path.name for path in (*folder.glob("*.yaml"), *folder.glob("*.py"))} <= set(linked)
 
 
 # The API reference.
