@@ -3,7 +3,7 @@
 
 """The results page: its runs, and its tables and plots from the records that they leave.
 
-python -m experiments.lab.results                        # tables and plots of docs/pages/results.md, from the records
+python -m experiments.lab.results                        # tables of comparisons.md and the plots, from the records
 python -m experiments.lab.results --quick [NAME ...]     # a small version of each task, against its recorded band
 python -m experiments.lab.results --run NAME [NAME ...]  # all runs of a result that have no record yet
 """

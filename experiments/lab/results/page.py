@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tables and plots of `docs/pages/results.md`, and the plots of README.md, from the records alone."""
+"""The tables of `comparisons.md`, and the plots of `docs/pages/results.md` and README.md, from the records alone."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from experiments.lab.results.runs import AGAINST_TRL, OURS, ROOT, Record, read
 from experiments.lab.results.tasks import COMPARED, CONTROL, FIRST_RUN, TASKS
 from marin_rl.runs.run_groups import Band, band
 
-PAGE = ROOT / "docs" / "pages" / "results.md"
+PAGE = Path(__file__).with_name("comparisons.md")
 PICTURES = ROOT / "docs" / "pages" / "images"
 BASELINE = "rloo"
 """The objective with which the others are compared."""
