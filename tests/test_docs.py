@@ -7,6 +7,7 @@ import dataclasses
 import doctest
 import fnmatch
 import importlib
+import importlib.util
 import json
 import math
 import re
@@ -335,10 +336,16 @@ def test_linked_files_and_headings_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_the_table_of_recipes_lists_every_recipe() -> None:
+def test_the_table_of_recipes_lists_every_recipe_with_a_command_that_exists() -> None:
     folder = ROOT / "experiments"
-    linked = {name for name, _ in LINK.findall((folder / "README.md").read_text(encoding="utf-8"))}
-    assert {path.name for path in (*folder.glob("*.yaml"), *folder.glob("*.py"))} <= linked
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert {path.name for path in (*folder.glob("*.yaml"), *folder.glob("*.py"))} <= {
+        name for name, _ in LINK.findall(text)
+    }
+    commands = re.findall(r"`python -m (\S+)(?: --config (\S+))?`", text)
+    assert [module for module, _ in commands if importlib.util.find_spec(module) is None] == []
+    assert [config for _, config in commands if config and not (ROOT / config).is_file()] == []
+    assert len(commands) > 20
 
 
 def test_the_page_on_architecture_lists_the_rooms_of_the_import_contract() -> None:
