@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.soak import LiveRun
+from experiments.lab.soak import LiveRun
 from tests.cpu_host import cpu_host
 from tests.fork_server import popen
 from tests.free_port import free_port

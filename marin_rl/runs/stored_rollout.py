@@ -123,7 +123,7 @@ SCHEMA = pa.schema(
     ],
     metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
-"""The columns, with one row per rollout. `docs/pages/viewing.md` documents each column."""
+"""The columns, with one row per rollout. `docs/pages/api/records.md` documents each column."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.objectives import OBJECTIVES, objective, ppo
-from experiments.rloo_controls import more_warm_start, random_reward
+from experiments.lab.objectives import OBJECTIVES, objective, ppo
+from experiments.lab.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.commands import config_class

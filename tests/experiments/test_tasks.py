@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.rloo_controls import random_reward
+from experiments.lab.rloo_controls import random_reward
 from experiments.tasks import arithmetic, catcount, countdown, letter_count, reverse_text, sft_data, sum_digits
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig

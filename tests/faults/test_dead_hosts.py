@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.soak import Child, kill_in_transfer, whole_and_once
-from experiments.soak_train import hold_transfers
+from experiments.lab.soak import Child, kill_in_transfer, whole_and_once
+from experiments.lab.soak_train import hold_transfers
 from tests.faults.live_run import all_end, async_settings, verifiable_versions
 from tests.tiny_run import TinyRun, make_run
 from tests.training.sampled_versions import each_of_one_version

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.soak import LiveRun, pause, whole_and_once
+from experiments.lab.soak import LiveRun, pause, whole_and_once
 from tests.faults.live_run import HEARTBEAT_TIMEOUT, async_settings, live, started
 from tests.tiny_run import TinyRun
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments.soak import halt, wake, whole_and_once
+from experiments.lab.soak import halt, wake, whole_and_once
 from marin_rl.runs.saved_checkpoint import open_checkpoint
 from marin_rl.training import session
 from tests.faults.live_run import all_end, async_settings, live, started

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments.soak import LiveRun
+from experiments.lab.soak import LiveRun
 from marin_rl.evaluate import main as evaluate
 from marin_rl.view import main as view
 from tests.faults.live_run import NO_PROGRESS_TIMEOUT

@@ -6,7 +6,7 @@
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import gpu_kernels
+from experiments.lab.benchmarks import gpu_kernels
 from marin_rl.learner import flash_attention
 from marin_rl.learner.flash_attention import pallas_attention
 

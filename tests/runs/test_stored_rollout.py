@@ -19,7 +19,7 @@ from marin_rl.runs.stored_rollout import COLUMNS, SCHEMA, SCHEMA_VERSION, Stored
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
 from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, turn_of, write
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "viewing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "api" / "records.md"
 
 
 def names_in(fields: pa.StructType | pa.Schema) -> set[str]:
@@ -34,7 +34,7 @@ def names_in(fields: pa.StructType | pa.Schema) -> set[str]:
 
 
 def test_every_column_is_documented():
-    tables = PAGE.read_text(encoding="utf-8").partition("## Columns")[2]
+    tables = PAGE.read_text(encoding="utf-8").partition("## Columns of stored rollouts")[2]
     lines = [line for line in tables.splitlines() if line.startswith("| `")]
     documented = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
     assert names_in(SCHEMA) <= documented
@@ -93,7 +93,7 @@ def expected_turns(rollout: Rollout, stored: StoredAdvantages | None) -> list[di
 
 
 def expected_row(rollout: Rollout, stored: StoredAdvantages | None, not_trained: str | None) -> dict[str, Any]:
-    """A row in plain Python, as the page `viewing.md` defines the columns."""
+    """A row in plain Python, as the page `records.md` defines the columns."""
     last = rollout.last_observation
     return {
         "step": 7,

@@ -13,7 +13,7 @@ import haliax as hax
 import jax
 import numpy as np
 
-from experiments.benchmarks.measurement import counted_compiles
+from experiments.lab.benchmarks.measurement import counted_compiles
 from marin_rl.sampling.attention import DenseAttention
 from marin_rl.sampling.cached_model import with_cache
 from marin_rl.sampling.decoding import conversion_program

@@ -20,7 +20,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 
-from experiments.benchmarks.measurement import counted_compiles
+from experiments.lab.benchmarks.measurement import counted_compiles
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll

@@ -20,7 +20,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from starlette.applications import Starlette
 
-from experiments.benchmarks.benchmark_serving import ask_all, request_bytes
+from experiments.lab.benchmarks.benchmark_serving import ask_all, request_bytes
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.serving import app
 from marin_rl.serving.engine import Engine

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from experiments.soak import LiveRun
+from experiments.lab.soak import LiveRun
 from marin_rl.runs.lock import lock
 from marin_rl.runs.run_directory import RunDirectory
 from tests.cpu_host import cpu_host

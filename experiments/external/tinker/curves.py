@@ -3,7 +3,7 @@
 
 """Plot a metric of recipes of tinker-cookbook, and of runs of this package.
 
-    python -m experiments.external.tinker.curves experiments/curves/tinker.png env/all/correct LABEL=FOLDER ...
+    python -m experiments.external.tinker.curves experiments/lab/curves/tinker.png env/all/correct LABEL=FOLDER ...
 
 A folder has the `metrics.jsonl` of a recipe, or is a run directory, whose reward is plotted. Runs with equal labels
 have one colour. Prints the first value, the mean of the last five, and the step at which the mean of five reaches 0.9.

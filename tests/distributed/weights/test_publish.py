@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.benchmarks.measurement import counted_compiles
+from experiments.lab.benchmarks.measurement import counted_compiles
 from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
 from marin_rl.distributed.weights.manifest import Snapshot, WeightTransferError, copy_arrays
