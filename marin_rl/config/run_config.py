@@ -184,7 +184,7 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
 
     @property
     def needs_initial_policy(self) -> bool:
-        """Whether the checkpoint of step 0 must be kept, as for a reference."""
+        """Whether a run needs the weights in its checkpoint of step 0."""
         return False
 
     @property

@@ -86,7 +86,8 @@ class AbstractSupervisedConfig(AbstractRunConfig):
     """Settings of the commands that train on data."""
 
     trains_on_pairs: ClassVar[bool] = False
-    """Whether a row of data is a pair of answers."""
+    """Whether a row of data is a pair of answers. The checkpoint of step 0 then holds the log-probabilities of the
+    reference, and is always kept."""
 
     num_steps: Annotated[int, Ge(0)] = dataclasses.field(default=0, metadata=may_change_by_name())
     """Number of updates; 0: as many as `epochs` need."""
@@ -98,11 +99,6 @@ class AbstractSupervisedConfig(AbstractRunConfig):
         default=LossEvaluationConfig(), metadata=may_change("every") | may_change_by_name()
     )
     """Evaluation on held-out rows."""
-
-    @property
-    def needs_initial_policy(self) -> bool:
-        """Whether the checkpoint of step 0 must be kept, with the log-probabilities of the reference."""
-        return self.trains_on_pairs
 
     @property
     def scores_data(self) -> bool:

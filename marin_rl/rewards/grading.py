@@ -6,13 +6,14 @@
 import abc
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import draccus
 from annotated_types import Gt
 
 from marin_rl.rewards.grading_process import NoAnswerError, ask
-from marin_rl.rewards.math_worker import GroundTruthError
+from marin_rl.rewards.math.worker import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern, search_reply
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
@@ -47,6 +48,9 @@ class FormatConfig(ConfigSection):
 @dataclasses.dataclass(frozen=True)
 class GraderConfig(ConfigSection, draccus.ChoiceRegistry):
     """A grader or its absence, chosen by `type`."""
+
+    former_names: ClassVar[Mapping[str, str]] = {"math_verify": "math"}
+    """Types of earlier versions, with their names now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +126,13 @@ class NoGraderConfig(GraderConfig):
     """The reply is not compared with the answer; only the reward components in `rewards` score it."""
 
 
-@GraderConfig.register_subclass("math_verify")
+@GraderConfig.register_subclass("math")
 @dataclasses.dataclass(frozen=True)
-class MathVerifyConfig(Grader):
+class MathGraderConfig(Grader):
     r"""The reply's final answer, as a whole, must equal the answer mathematically (`0.5` is `\frac{1}{2}`).
 
     The final answer is the last `\boxed{X}`, `<answer>X</answer>`, `#### X` or `final answer is X`; else the last
-    `answer is X` or `answer: X`; else the last sentence with one value. The type has the name of the package
-    math-verify, which graded in earlier versions; now this package reads answers, with the LaTeX parser of math-verify.
+    `answer is X` or `answer: X`; else the last sentence with one value.
     """
 
     timeout: Annotated[float, Gt(0)] = 5.0
@@ -146,7 +149,7 @@ class MathVerifyConfig(Grader):
             self._ask({"answer": answer})
         except NoAnswerError as error:
             raise GroundTruthError(
-                f"math_verify cannot read the ground truth {answer!r}: {error}; correct it, or use "
+                f"the grader math cannot read the ground truth {answer!r}: {error}; correct it, or use "
                 "`grader: {type: exact}`"
             ) from error
 
@@ -162,7 +165,7 @@ class MathVerifyConfig(Grader):
 
     def _ask(self, request: dict[str, str]) -> dict[str, Any]:
         # In a process that is killed at the time limit: `9**9**9**9` makes sympy compute without end.
-        response = ask("marin_rl.rewards.math_worker:open_grader", request, self.timeout)
+        response = ask("marin_rl.rewards.math.worker:open_grader", request, self.timeout)
         if "ground_truth_error" in response:
             raise GroundTruthError(response["ground_truth_error"])
         return response

@@ -181,7 +181,7 @@ def open_on_data(
         parts = kind.start(config, resources=resources, report=report)
         inputs = digest_inputs(config)
         require_same_inputs(inputs)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.needs_initial_policy)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, keep_first=config.trains_on_pairs)
         resources.enter_context(Closing(checkpoints.close))
         loaded = checkpoints.restore_newest(functools.partial(load_state, parts, ()))
         if loaded is None:

@@ -63,7 +63,7 @@ RANGES = {
     "above 0": """
         CriticConfig.coefficient DistillationConfig.coefficient DpoConfig.epochs ExactKlConfig.beta
         JudgeCriterion.weight LlmJudgeConfig.timeout_seconds MaskMismatchConfig.cap
-        MathVerifyConfig.timeout ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout PreferenceLossConfig.beta
+        MathGraderConfig.timeout ObservationLossConfig.coefficient OpenAiSamplerConfig.timeout PreferenceLossConfig.beta
         RetryConfig.first_seconds RolloutStoreConfig.max_mb SandboxConfig.cpu_seconds SandboxConfig.start_seconds
         SandboxConfig.wall_seconds ServerReferenceConfig.timeout SftConfig.epochs TisConfig.cap ToolLimits.max_seconds
         WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout

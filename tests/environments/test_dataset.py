@@ -13,8 +13,8 @@ import pytest
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.row_format import RowFormat
-from marin_rl.rewards.grading import ExactConfig, MathVerifyConfig
-from marin_rl.rewards.math_worker import GroundTruthError
+from marin_rl.rewards.grading import ExactConfig, MathGraderConfig
+from marin_rl.rewards.math.worker import GroundTruthError
 from tests.one_reply import answer
 
 SAMPLE = Path(__file__).parents[2] / "experiments" / "data" / "arithmetic_words.jsonl"
@@ -46,7 +46,7 @@ def assert_sound(environment: AbstractEnvironment, count: int) -> None:
             assert answer(environment, task, "no idea").rewards == {"correct": 0.0}
 
 
-@pytest.mark.parametrize("grader", [ExactConfig(), MathVerifyConfig()])
+@pytest.mark.parametrize("grader", [ExactConfig(), MathGraderConfig()])
 def test_sample_file(grader):
     environment = JsonlConfig(path=str(SAMPLE), grader=grader).build()
     assert environment.name == "arithmetic_words"
@@ -179,17 +179,17 @@ def test_build_rejects_a_ground_truth_that_the_grader_cannot_parse(tmp_path: Pat
     rows = [*sums(30), {"prompt": "half of one third", "answer": r"\frac{1"}]
     path = write(tmp_path / "a.jsonl", rows)
     assert JsonlConfig(path=path).build()
-    with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: math_verify cannot parse the ground truth"):
-        JsonlConfig(path=path, grader=MathVerifyConfig()).build()
+    with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: the grader math cannot parse the ground truth"):
+        JsonlConfig(path=path, grader=MathGraderConfig()).build()
     train = write(tmp_path / "train.jsonl", sums(100, start=100))
-    with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: math_verify cannot parse the ground truth"):
-        JsonlConfig(path=train, held_out_path=path, grader=MathVerifyConfig()).build()
+    with pytest.raises(GroundTruthError, match=r"a\.jsonl:31: the grader math cannot parse the ground truth"):
+        JsonlConfig(path=train, held_out_path=path, grader=MathGraderConfig()).build()
 
 
 def test_errors_of_identical_problems_come_before_that_of_their_division(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "half of one third", "answer": r"\frac{1"}] * 5)
-    with pytest.raises(GroundTruthError, match=r"a\.jsonl:1: math_verify cannot parse the ground truth"):
-        JsonlConfig(path=path, grader=MathVerifyConfig()).build()
+    with pytest.raises(GroundTruthError, match=r"a\.jsonl:1: the grader math cannot parse the ground truth"):
+        JsonlConfig(path=path, grader=MathGraderConfig()).build()
     path = write(tmp_path / "b.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 5)
     with pytest.raises(ValueError, match=r"1 distinct problems \(4 of all 5 are duplicates\)"):
         JsonlConfig(path=path).build()
@@ -205,7 +205,7 @@ def test_unused_columns(tmp_path: Path):
 
 def test_an_invalid_ground_truth_after_the_first_rows_raises_in_step(tmp_path: Path):
     rows = [*sums(150), *({"prompt": f"bad {n}", "answer": r"\frac{1"} for n in range(20))]
-    environment = JsonlConfig(path=write(tmp_path / "a.jsonl", rows), grader=MathVerifyConfig()).build()
+    environment = JsonlConfig(path=write(tmp_path / "a.jsonl", rows), grader=MathGraderConfig()).build()
     bad = next(task for task in environment.tasks(Split.TRAIN) if task.answer == r"\frac{1")
     with pytest.raises(GroundTruthError, match="cannot parse the ground truth"):
         answer(environment, bad, "1")
@@ -260,7 +260,7 @@ def test_hf_saved_dataset(tmp_path: Path, offline):
     for name in ("subset", "revision"):
         with pytest.raises(ValueError, match=f"{name} is 'main', but the folder .* was saved with save_to_disk"):
             HuggingFaceConfig(path=str(tmp_path / "sums"), **{name: "main"}).build()
-    assert_sound(HuggingFaceConfig(path=str(tmp_path / "sums"), grader=MathVerifyConfig()).build(), 100)
+    assert_sound(HuggingFaceConfig(path=str(tmp_path / "sums"), grader=MathGraderConfig()).build(), 100)
     with pytest.raises(ValueError, match="has no split 'test'; it has 'train'"):
         HuggingFaceConfig(path=str(tmp_path / "sums"), held_out_split="test").build()
 

@@ -235,7 +235,7 @@ def test_a_grading_process_that_cannot_start_is_an_error(monkeypatch, tmp_path: 
     monkeypatch.setattr(grading, "ask", refuse)
     problems = tmp_path / "problems.jsonl"
     problems.write_text("\n".join(json.dumps({"prompt": str(number), "answer": "7"}) for number in range(100)))
-    config = decode(EnvironmentConfig, {"type": "jsonl", "path": str(problems), "grader": {"type": "math_verify"}})
+    config = decode(EnvironmentConfig, {"type": "jsonl", "path": str(problems), "grader": {"type": "math"}})
     with pytest.raises(RuntimeError, match="cannot start a process"):
         config.build()
 
@@ -261,7 +261,7 @@ def test_files_of_problems_and_of_python(tmp_path: Path):
         "    return dataclasses.replace(built, name='mine', score=lambda task, reply: 1.0)\n"
     )
     # The question contains the answer, which the grader finds.
-    of_problems = {"type": "jsonl", "path": str(problems), "grader": {"type": "math_verify"}}
+    of_problems = {"type": "jsonl", "path": str(problems), "grader": {"type": "math"}}
     of_python = {"type": "file", "path": str(python), "name": "make"}
     for settings, name in ((of_problems, "problems"), (of_python, "mine")):
         with pytest.raises(GarbageRewardError, match=f"environment '{name}' .* rewards garbage"):

@@ -8,9 +8,11 @@ from marin_rl.rewards.grading import (
     ExactConfig,
     FormatConfig,
     GraderConfig,
-    MathVerifyConfig,
+    MathGraderConfig,
 )
-from marin_rl.rewards.math_worker import GroundTruthError
+from marin_rl.rewards.math.worker import GroundTruthError
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
 
 
 def test_format_must_match_the_whole_reply():
@@ -40,5 +42,7 @@ def test_exact_rejects_an_empty_ground_truth():
 
 
 def test_grader_is_chosen_by_type():
-    assert draccus.decode(GraderConfig, {"type": "math_verify", "timeout": 2}) == MathVerifyConfig(timeout=2.0)
+    assert draccus.decode(GraderConfig, {"type": "math", "timeout": 2}) == MathGraderConfig(timeout=2.0)
     assert draccus.decode(GraderConfig, {"type": "exact"}) == ExactConfig()
+    with pytest.raises(ConfigError, match=r"^grader\.type is 'math_verify', which is now named math; write math$"):
+        decode(GraderConfig, {"type": "math_verify"}, ("grader",))

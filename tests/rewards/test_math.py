@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.rewards.grading import MathVerifyConfig
+from marin_rl.rewards.grading import MathGraderConfig
 from marin_rl.rewards.grading_process import NoAnswerError
-from marin_rl.rewards.math_worker import GroundTruthError, math_verify_match, parse_answer
+from marin_rl.rewards.math.worker import GroundTruthError, math_match, parse_answer
 
 
 def read_cases() -> dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]]:
@@ -38,8 +38,8 @@ CASES = read_cases()
 @pytest.mark.parametrize("kind", CASES)
 def test_cases(kind: str):
     right, wrong = CASES[kind]
-    assert [case for case in right if not math_verify_match(*case)] == []
-    assert [case for case in wrong if math_verify_match(*case)] == []
+    assert [case for case in right if not math_match(*case)] == []
+    assert [case for case in wrong if math_match(*case)] == []
 
 
 def test_the_table_is_complete():
@@ -49,14 +49,14 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("kind", CASES)
 def test_every_ground_truth_equals_itself(kind: str):
     truths = {truth for _, truth in (*CASES[kind][0], *CASES[kind][1])}
-    assert [truth for truth in truths if not math_verify_match(f" {truth}\n", truth)] == []
+    assert [truth for truth in truths if not math_match(f" {truth}\n", truth)] == []
     wrapped = {truth for truth in truths if "\n" not in truth and parse_answer(truth).value is not None}
-    assert [truth for truth in wrapped if not math_verify_match(f"<answer>{truth}</answer>", truth)] == []
+    assert [truth for truth in wrapped if not math_match(f"<answer>{truth}</answer>", truth)] == []
 
 
 @pytest.mark.parametrize("answer", ["", "$", "((", r"\frac{1"])
 def test_broken_ground_truth_is_named(answer: str):
-    for use in (lambda: math_verify_match("46", answer), lambda: MathVerifyConfig().check(answer)):
+    for use in (lambda: math_match("46", answer), lambda: MathGraderConfig().check(answer)):
         with pytest.raises(GroundTruthError, match="cannot parse the ground truth") as raised:
             use()
         assert repr(answer) in str(raised.value)
@@ -65,7 +65,7 @@ def test_broken_ground_truth_is_named(answer: str):
 @given(st.text(alphabet=st.sampled_from("0123x+-=(){}[]\\$ .,frac^_\n\u0000é\ud800")))
 @settings(max_examples=60)
 def test_never_raises_on_any_reply(reply: str):
-    assert math_verify_match(reply, "46") in (True, False)
+    assert math_match(reply, "46") in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_never_raises_on_any_reply(reply: str):
     ],
 )
 def test_order_of_preference(reply: str, result: str | None):
-    found = {number: math_verify_match(reply, number) for number in ("1", "2", "3")}
+    found = {number: math_match(reply, number) for number in ("1", "2", "3")}
     assert found == {number: number == result for number in found}
 
 
@@ -102,16 +102,16 @@ numbers = st.one_of(
 
 @given(numbers, st.sampled_from(WRAPPERS), st.integers(1, 9))
 def test_a_wrapped_number_is_equal_to_itself_alone(number: str, wrapper: str, digit: int):
-    assert math_verify_match(wrapper.format(number), number)
+    assert math_match(wrapper.format(number), number)
     for other in (f"-{number}", f"{digit}{number}", f"{number}{digit}", f"{number} {digit}", f"{digit} {number} 1"):
-        assert not math_verify_match(wrapper.format(other), number)
+        assert not math_match(wrapper.format(other), number)
 
 
 @given(numbers, numbers, st.sampled_from(WRAPPERS), st.sampled_from([" or ", ", ", " and ", "; ", "\\text{ or }"]))
 def test_two_guesses_are_wrong(number: str, guess: str, wrapper: str, separator: str):
     if parse_answer(number).value != parse_answer(guess).value:
         for both in (number + separator + guess, guess + separator + number):
-            assert not math_verify_match(wrapper.format(both), number)
+            assert not math_match(wrapper.format(both), number)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_two_guesses_are_wrong(number: str, guess: str, wrapper: str, separator:
 )  # fmt: skip
 def test_long_replies_are_read_in_time(part: str):
     # A quadratic search would need minutes, and the process be killed.
-    assert MathVerifyConfig(timeout=20.0).grade(part * (10**6 // len(part)), "46") == 0.0
+    assert MathGraderConfig(timeout=20.0).grade(part * (10**6 // len(part)), "46") == 0.0
 
 
 @pytest.mark.parametrize("reply", ["9**9**9**9", "$9^{387420489}$", r"999999999!", r"\binom{99999999999}{9999999999}"])
 def test_a_large_result_is_not_computed(reply: str):
-    assert MathVerifyConfig(timeout=1.0).grade(reply, "46") == 0.0
+    assert MathGraderConfig(timeout=1.0).grade(reply, "46") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_a_large_result_is_not_computed(reply: str):
     [(r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("it is 4. The answer is 46.", "46"), ("hm?", None), ("", None)],
 )
 def test_the_final_answer_is_read(reply: str, read: str | None):
-    assert MathVerifyConfig().read(reply) == read
+    assert MathGraderConfig().read(reply) == read
 
 
 def test_a_reply_that_takes_too_long_has_no_grade_and_the_next_is_graded():
-    grader = MathVerifyConfig(timeout=0.2)
+    grader = MathGraderConfig(timeout=0.2)
     nested = r"\sin(" * 30 + "x" + ")" * 30
     with pytest.raises(NoAnswerError, match=r"more than 0\.2 s of CPU time"):
         grader.grade(nested, "x + 1")
@@ -150,7 +150,7 @@ def test_grades_of_many_threads():
     rewards: dict[int, float] = {}
 
     def grade(number: int) -> None:
-        rewards[number] = MathVerifyConfig().grade(f"it is {number}", str(number - number % 2))
+        rewards[number] = MathGraderConfig().grade(f"it is {number}", str(number - number % 2))
 
     threads = [threading.Thread(target=grade, args=(number,)) for number in range(8)]
     for thread in threads:

@@ -188,6 +188,8 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     if name is None:
         raise ConfigError(f"{dotted(path)} needs a type: {CHOICE_TYPE_KEY} is one of {', '.join(options)}")
     if name not in options:
+        if (now := getattr(registry, "former_names", {}).get(str(name))) is not None:
+            raise ConfigError(f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is now named {now}; write {now}")
         near = nearest(str(name), options)
         own = "" if near.startswith("did you mean") else ". A type of your own needs its file in `imports`"
         raise ConfigError(f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}")

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-r"""The final answer of a reply: the grammar of `grader: {type: math_verify}`.
+r"""The final answer of a reply: the grammar of `grader: {type: math}`.
 
 ```
 reply     the last of \boxed{text}, <answer>text</answer>, `#### text`, "final answer is text"; else the last "answer is
@@ -27,8 +27,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from marin_rl.rewards.math_text import CLOSE, CURRENCY, MAX_TEXT, OPEN, has_value, is_bare
-from marin_rl.rewards.math_values import Answer, Words, read
+from marin_rl.rewards.math.text import CLOSE, CURRENCY, MAX_TEXT, OPEN, has_value, is_bare
+from marin_rl.rewards.math.values import Answer, Words, read
 
 MAX_REPLY = 100_000
 """Characters at the end of a reply that are read."""

@@ -10,23 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from marin_rl.rewards.math_answers import find_answer
-from marin_rl.rewards.math_text import word_set
-from marin_rl.rewards.math_values import Answer, Choice, Group, Scalar, Value, Words, number
+from marin_rl.rewards.math.answers import find_answer
+from marin_rl.rewards.math.text import word_set
+from marin_rl.rewards.math.values import Answer, Choice, Group, Scalar, Value, Words, number
 
 
 class GroundTruthError(ValueError):
     """An answer is not usable as ground truth; the message names the answer."""
 
 
-def math_verify_match(reply: str, answer: str) -> bool:
+def math_match(reply: str, answer: str) -> bool:
     r"""Return whether the final answer of a reply equals the ground truth.
 
-    `math_answers` defines the final answer; the whole of it is compared. Numbers are compared exactly, expressions by
+    `answers` defines the final answer; the whole of it is compared. Numbers are compared exactly, expressions by
     their values at several points, lists without order, tuples, intervals and matrices element by element, words by
     their letters. `5%` equals `5` and `0.05`. A sum or product is not a number: `12+34` is wrong if the truth is `46`.
 
-    This function works in any thread but has no time limit; `MathVerifyConfig` runs it in a process that is killed at a
+    This function works in any thread but has no time limit; `MathGraderConfig` runs it in a process that is killed at a
     limit.
 
     Args:
@@ -56,8 +56,8 @@ def parse_answer(answer: str) -> Answer:
     found = find_answer(answer, is_truth=True)
     if found is None or not (found.value or re.search(r"\w", found.text)) or not _has_closed_braces(answer):
         raise GroundTruthError(
-            f"math_verify cannot parse the ground truth {answer!r}; correct the answer column, set `answer_regex` to "
-            "extract the result, or use `grader: {type: exact}`"
+            f"the grader math cannot parse the ground truth {answer!r}; correct the answer column, set `answer_regex` "
+            "to extract the result, or use `grader: {type: exact}`"
         )
     return found
 
@@ -325,7 +325,7 @@ def open_grader() -> Callable[[Mapping[str, str]], dict[str, Any]]:
 
 
 def answer(request: Mapping[str, str]) -> dict[str, Any]:
-    """Answer a request of [`MathVerifyConfig`][marin_rl.rewards.grading.MathVerifyConfig].
+    """Answer a request of [`MathGraderConfig`][marin_rl.rewards.grading.MathGraderConfig].
 
     Args:
         request: the `reply`, and the `answer` that it is compared with. Without a reply only the answer is checked;
@@ -340,7 +340,7 @@ def answer(request: Mapping[str, str]) -> dict[str, Any]:
         return {"found": None if found is None else found.text or None}
     try:
         if "reply" in request:
-            return {"match": math_verify_match(request["reply"], request["answer"])}
+            return {"match": math_match(request["reply"], request["answer"])}
         parse_answer(request["answer"])
         return {"match": True}
     except GroundTruthError as error:

@@ -3,7 +3,7 @@
 
 r"""Values of final answers: from the text of an answer to a number, an expression, words or a group of values.
 
-The grammar is that of `math_answers`. Everything here is linear in the length of the text and uses the standard library
+The grammar is that of `answers`. Everything here is linear in the length of the text and uses the standard library
 only.
 """
 
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
-from marin_rl.rewards.math_text import (
+from marin_rl.rewards.math.text import (
     CLOSE,
     CLOSERS,
     CURRENCY,
