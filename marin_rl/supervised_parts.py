@@ -7,9 +7,10 @@ import dataclasses
 from typing import ClassVar
 
 from levanter.models.lm_model import LmHeadModel
+from levanter.optim.config import OptimizerConfig
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.rl_example import PackedBatch, pack_batch
+from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.learner.loss import RlLoss, cross_entropy_loss
@@ -18,6 +19,31 @@ from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.model_parts import AbstractModelParts, EqualStep, Lengths
 from marin_rl.objectives.aggregation import SequenceMeanConfig, TokenMeanConfig
 from marin_rl.utils.devices.setup import own_rows
+from marin_rl.utils.devices.trainer_config import TrainerConfig
+
+
+def make_learner(
+    trainer: TrainerConfig,
+    optimizer: OptimizerConfig,
+    loss: RlLoss | PreferenceLoss,
+    layout: RowLayout,
+    base: LmHeadModel | None,
+    sequences: int,
+    num_updates: int,
+) -> Learner:
+    """Make the learner of supervised training; `sequences` are those of an update, `base` is that of an adapter."""
+    frozen = None if base is None else Frozen(base)
+    capacity = layout.microbatches(sequences)
+    return Learner(trainer, optimizer, loss, num_updates=num_updates, capacity=capacity, frozen=frozen)
+
+
+def pack_tokens(batch: RolloutBatch, layout: RowLayout, pad_token_id: int, rows: OwnRows | None = None) -> PackedBatch:
+    """Pack a batch into microbatches whose loss is the mean cross-entropy of the tokens on the loss mask.
+
+    `rows` returns those of a microbatch that this process gets; None for all.
+    """
+    mask = batch.loss_mask
+    return pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad_token_id, own_rows=rows, ce_mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,29 +82,12 @@ class SupervisedParts(AbstractModelParts):
 
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
         """Make a learner for batches in a layout; see `AbstractModelParts`."""
-        return Learner(
-            self.trainer,
-            self.config.optimizer,
-            self.loss,
-            num_updates=self.config.num_updates,
-            capacity=layout.microbatches(self.config.batch.sequences_per_step),
-            frozen=None if base is None else Frozen(base),
-        )
+        sequences, updates = self.config.batch.sequences_per_step, self.config.num_updates
+        return make_learner(self.trainer, self.config.optimizer, self.loss, layout, base, sequences, updates)
 
     def pack(self, batch: RolloutBatch) -> PackedBatch:
-        """Pack a batch into microbatches, of which this process gets its rows.
-
-        The loss is the mean over the tokens on the loss mask, or over pairs.
-        """
-        is_entropy = "ce_weights" in self.optional_arrays
-        return pack_batch(
-            batch,
-            TokenMeanConfig() if is_entropy else SequenceMeanConfig(),
-            self.layout,
-            pad_token_id=self.tokenizer.pad_token_id,
-            own_rows=own_rows(self.trainer),
-            ce_mask=batch.loss_mask if is_entropy else None,
-        )
+        """Pack a batch into microbatches, of which this process gets its rows."""
+        return pack_tokens(batch, self.layout, self.tokenizer.pad_token_id, own_rows(self.trainer))
 
     def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
         """Return a step with sequences of these lengths; None for the longest."""
@@ -114,6 +123,11 @@ class PreferenceParts(SupervisedParts):
     def optional_arrays(self) -> frozenset[str]:
         """Names of the arrays of a batch that not every loss reads."""
         return frozenset()
+
+    def pack(self, batch: RolloutBatch) -> PackedBatch:
+        """Pack a batch into microbatches, of which this process gets its rows. The loss is the mean over pairs."""
+        pad, rows = self.tokenizer.pad_token_id, own_rows(self.trainer)
+        return pack_batch(batch, SequenceMeanConfig(), self.layout, pad_token_id=pad, own_rows=rows)
 
     @property
     def whole_rollouts(self) -> bool:

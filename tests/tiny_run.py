@@ -112,11 +112,13 @@ class TinyRun:
     def train(self, *more: str) -> int:
         """Run the command in this process; runs with equal settings share compiled programs."""
         # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
-        from marin_rl import run_parts
+        from marin_rl import run_parts, supervised_parts
         from marin_rl.train import main
-        from marin_rl.training import warm_start
 
-        with mock.patch.object(run_parts, "Learner", _learner), mock.patch.object(warm_start, "Learner", _learner):
+        with (
+            mock.patch.object(run_parts, "Learner", _learner),
+            mock.patch.object(supervised_parts, "Learner", _learner),
+        ):
             return main([*self.argv, *more])
 
     @property

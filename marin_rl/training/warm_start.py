@@ -13,17 +13,15 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import AdamConfig
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.rl_example import pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, join_batches
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import cross_entropy_loss
-from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.models.lora import Adapter
-from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
+from marin_rl.supervised_parts import make_learner, pack_tokens
 from marin_rl.training.evaluation import first_of_each
 from marin_rl.types import Task
 from marin_rl.utils import multihost
@@ -88,18 +86,15 @@ def warm_start(
         return worked_example(tasks[index], runner)
 
     pad = runner.tokenizer.pad_token_id
-    capacity = layout.microbatches(config.batch_size)
     loss = cross_entropy_loss(block_size)
-    frozen = None if base is None else Frozen(base)
-    learner = Learner(trainer, optimizer, loss, num_updates=config.max_steps, capacity=capacity, frozen=frozen)
+    learner = make_learner(trainer, optimizer, loss, layout, base, config.batch_size, config.max_steps)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         raise_if(lambda: multihost.any_process(stop_requested()))
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
         batch = join_batches(require_fitting(drawn, runner))
-        packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad, ce_mask=batch.loss_mask)
-        state, metrics = learner.step(state, packed.microbatches)
+        state, metrics = learner.step(state, pack_tokens(batch, layout, pad).microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
             runner.sampler.update_weights(assemble(state.model, base), 0)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)
