@@ -46,7 +46,7 @@ _CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 @dataclasses.dataclass
-class Worker:
+class RayWorker:
     """Ray actor of a rollout worker."""
 
     config: str
@@ -119,7 +119,7 @@ def ray_workers(
 
         def start(index: int, place: PlacementGroupSchedulingStrategy | None = None) -> None:
             options = ray_options(workers.reserved) | ({} if place is None else {"scheduling_strategy": place})
-            worker = _actor(Worker, max_task_retries=-1, **options)
+            worker = _actor(RayWorker, max_task_retries=-1, **options)
             actors.append(worker.remote(to_yaml(config), inputs, vocab_size, base, secret, f"worker-{index}", name))
             running[f"worker-{index}"] = actors[-1].run.remote()
 

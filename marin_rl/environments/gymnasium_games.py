@@ -125,7 +125,7 @@ _TOLERANCE = 1e-10
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GamePlan:
     """Values and actions for every reachable state."""
 
     values: Mapping[int, float]
@@ -149,7 +149,7 @@ def reachable(table: Table, starts: Iterable[int]) -> list[int]:
     return sorted(visited)
 
 
-def fastest_plan(table: Table, starts: Iterable[int], wins: Callable[[int, float], bool]) -> Plan:
+def fastest_plan(table: Table, starts: Iterable[int], wins: Callable[[int, float], bool]) -> GamePlan:
     """Compute the fastest plan by value iteration: V(s) = max_a Σ p·(1 if won, 0 if lost, else DISCOUNT·V(s')).
 
     `wins` returns whether a finished game was won, given its last state and reward.
@@ -182,7 +182,7 @@ def fastest_plan(table: Table, starts: Iterable[int], wins: Callable[[int, float
         )
         for state in states
     }
-    return Plan(values, best, safe)
+    return GamePlan(values, best, safe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,14 +199,14 @@ class Prototype:
     """The game's step limit."""
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> GamePlan:
         """Optimal plan for all initial states."""
         starts = [state for state, weight in enumerate(self.game.initial_state_distrib) if weight > 0]
         return fastest_plan(self.game.P, starts, lambda state, reward: self.board.wins(self.game, state, reward))
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class GameStart:
     """Initial state of a game."""
 
     id: str
@@ -245,7 +245,7 @@ class Start:
         return game, self.state
 
 
-def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: bool) -> Start:
+def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: bool) -> GameStart:
     """Draw the initial state of a game.
 
     `id` is the name of the game in gymnasium. `random_start` draws from all states from which a win is reachable.
@@ -261,13 +261,13 @@ def draw_start(id: str, options: Mapping[str, Any], seed: int, random_start: boo
             raise ValueError(f"text game {id!r} has no transition table to draw a start from; set random_start: false")
         observation, _ = prototype.game.reset(seed=seed)
         shown = prototype.board.show(prototype.game, observation, View.READABLE)
-        return Start(id, arguments, None, seed, json.dumps([id, arguments, shown], sort_keys=True))
+        return GameStart(id, arguments, None, seed, json.dumps([id, arguments, shown], sort_keys=True))
     if random_start:
         winnable = [int(state) for state, value in prototype.plan.values.items() if value > 0]
         state = random.Random(seed).choice(winnable)
     else:
         state = int(copy.copy(prototype.game).reset(seed=seed)[0])
-    return Start(id, arguments, state, seed, json.dumps(_anchor(id, arguments, state), sort_keys=True))
+    return GameStart(id, arguments, state, seed, json.dumps(_anchor(id, arguments, state), sort_keys=True))
 
 
 def _anchor(id: str, arguments: str, state: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class OpenEnvServerError(RuntimeError):
         """Error code of the protocol."""
 
 
-class Session:
+class OpenEnvSession:
     """A session of the server: one connection with requests and responses in turn."""
 
     def __init__(self, connection: "ClientConnection") -> None:
@@ -82,7 +82,7 @@ class Session:
         await self._connection.close()
 
 
-async def connect(base_url: str) -> Session:
+async def connect(base_url: str) -> OpenEnvSession:
     """Open a session with a server.
 
     Raises:
@@ -97,7 +97,7 @@ async def connect(base_url: str) -> Session:
         connection = await open_connection(address, max_size=_MAX_MESSAGE, ping_interval=None, proxy=None)
     except (OSError, websockets.WebSocketException) as error:
         raise OpenEnvError(f"the OpenEnv server at {base_url} cannot be reached: {error}; start it first") from error
-    return Session(connection)
+    return OpenEnvSession(connection)
 
 
 async def fetch_action_schema(base_url: str) -> Any:
@@ -224,7 +224,7 @@ class OpenEnvConfig(GameConfig):
 class OpenEnvGame:
     """One episode, in a session of the server."""
 
-    def __init__(self, config: OpenEnvConfig, session: Session) -> None:
+    def __init__(self, config: OpenEnvConfig, session: OpenEnvSession) -> None:
         self._config = config
         self._session = session
         self._rewards: list[float] = []

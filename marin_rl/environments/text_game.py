@@ -19,7 +19,7 @@ from marin_rl.environments.games import (
     Outcome,
     View,
 )
-from marin_rl.environments.gymnasium_games import Board, Start, draw_start
+from marin_rl.environments.gymnasium_games import Board, GameStart, draw_start
 from marin_rl.rewards.reply_text import extract_last
 from marin_rl.types import Message, Task
 from marin_rl.utils.seeds import derive_seed
@@ -86,7 +86,7 @@ class GymnasiumGame:
     """One game of gymnasium."""
 
     config: TextGameConfig
-    start: Start
+    start: GameStart
     game: Any
     """The gymnasium environment, unwrapped."""
     observation: Any
@@ -143,7 +143,7 @@ class TextGameEnvironment(AbstractGameEnvironment):
 
     config: TextGameConfig
 
-    async def begin(self, start: Start, seed: int) -> GameEpisode:
+    async def begin(self, start: GameStart, seed: int) -> GameEpisode:
         """Start a game; `seed` determines its chance."""
         return self._episode(self._game(start, seed))
 
@@ -173,7 +173,7 @@ class TextGameEnvironment(AbstractGameEnvironment):
             messages += [Message(role="assistant", content=reply), *episode.respond(game.play(reply)).messages]
         return tuple(messages)
 
-    def _game(self, start: Start, seed: int) -> GymnasiumGame:
+    def _game(self, start: GameStart, seed: int) -> GymnasiumGame:
         return GymnasiumGame(self.config, start, *start.begin(seed))
 
     def _episode(self, game: GymnasiumGame) -> GameEpisode:

@@ -37,7 +37,7 @@ class ProgramMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class CompileFailure:
     """A program that cannot be compiled, or that needs too much memory."""
 
     problem: str
@@ -46,7 +46,7 @@ class Failure:
     """The settings to change, in one sentence."""
 
 
-def compile_program(name: str, run: RunShapes) -> ProgramMemory | Failure:
+def compile_program(name: str, run: RunShapes) -> ProgramMemory | CompileFailure:
     """Compile a program of a run on the current devices.
 
     Programs with one copy of the code per layer are compiled with one and two layers. The difference is the cost of a
@@ -108,20 +108,20 @@ def chip_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def explain(name: str, error: Exception, run: RunShapes) -> Failure:
+def explain(name: str, error: Exception, run: RunShapes) -> CompileFailure:
     """Return the problem of an error of lowering or compiling, and its remedy."""
     text = " ".join(str(error).split()) or type(error).__name__
     lowered = text.lower()
     if "vmem" in lowered:
-        return Failure(_used(text, "vmem"), _VMEM_REMEDIES["sampler" if name in UNROLLED else "learner"])
+        return CompileFailure(_used(text, "vmem"), _VMEM_REMEDIES["sampler" if name in UNROLLED else "learner"])
     if "resource_exhausted" in lowered or "hbm" in lowered:
-        return Failure(_used(text, "hbm"), memory_remedy(name, run))
+        return CompileFailure(_used(text, "hbm"), memory_remedy(name, run))
     if isinstance(error, ValueError) and "; " in text and len(text) < 600:
         # marin_rl's own errors name the remedy.
         problem, _, remedy = text.partition("; ")
-        return Failure(problem, remedy)
+        return CompileFailure(problem, remedy)
     kind = type(run.config.model).__name__
-    return Failure(
+    return CompileFailure(
         f"{type(error).__name__}: {text[:200]}",
         f"check that levanter's {kind} supports this mesh and precision, starting with trainer.model_axis_size: 1",
     )

@@ -34,7 +34,7 @@ from marin_rl.run_parts import RunParts
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
-from marin_rl.sampling.decoding import Programs, Slots, compile_programs, conversion_program
+from marin_rl.sampling.decoding import SamplerPrograms, Slots, compile_programs, conversion_program
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
@@ -138,7 +138,7 @@ class RunShapes:
         return sampler_sizes(self.rl.sampling, self.rl.rollouts.max_length, self.trainer)
 
     @functools.cached_property
-    def sampler_programs(self) -> Programs:
+    def sampler_programs(self) -> SamplerPrograms:
         """Programs of the sampler, not yet compiled.
 
         Raises:

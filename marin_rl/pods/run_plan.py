@@ -19,7 +19,7 @@ from marin_rl.model_parts import Lengths
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import GIB, Chip, Number, Topology
-from marin_rl.pods.compiling import Failure, ProgramMemory, chip_bytes, compile_program, memory_remedy
+from marin_rl.pods.compiling import CompileFailure, ProgramMemory, chip_bytes, compile_program, memory_remedy
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.run_parts import RunParts
@@ -48,7 +48,7 @@ class PlannedProgram:
     """Bytes that stay allocated and are not among the program's arguments."""
     chip: Chip
     """The chip that it runs on."""
-    problem: Failure | None
+    problem: CompileFailure | None
     """The reason, if it does not compile or needs too much memory."""
 
     @property
@@ -234,7 +234,7 @@ def _plan_program(
     """Compile a program, and compare its memory and that of the arrays that stay allocated with the chip's."""
     report(name)
     result = compile_program(name, run)
-    if isinstance(result, Failure):
+    if isinstance(result, CompileFailure):
         planned = PlannedProgram(name, place, None, 0, chip, result)
     else:
         resident = sum(size for part, size in held.items() if part not in _ALLOCATED_LATER.get(name, ()))
@@ -244,9 +244,9 @@ def _plan_program(
         planned = PlannedProgram(name, place, result, others, chip, None)
         if planned.memory > chip.memory:
             problem = f"needs {planned.memory / GIB:.2f} of {chip.memory / GIB:.2f} GiB"
-            planned = dataclasses.replace(planned, problem=Failure(problem, memory_remedy(name, run)))
+            planned = dataclasses.replace(planned, problem=CompileFailure(problem, memory_remedy(name, run)))
     if planned.problem is not None and place == "worker":
-        problem = Failure(planned.problem.problem, _for_workers(planned.problem.remedy))
+        problem = CompileFailure(planned.problem.problem, _for_workers(planned.problem.remedy))
         planned = dataclasses.replace(planned, problem=problem)
     return planned
 

@@ -178,16 +178,18 @@ class CodeReward:
         except RewardCallError as error:
             return error
         counts = collections.Counter(outcomes)
-        passed, unanswered = (counts[outcome] / len(outcomes) for outcome in (Outcome.PASSED, Outcome.UNANSWERED))
+        passed, unanswered = (
+            counts[outcome] / len(outcomes) for outcome in (ProgramOutcome.PASSED, ProgramOutcome.UNANSWERED)
+        )
         return EvaluateResult(
             score=passed if self._score is CodeScore.SHARE else float(passed == 1.0),
             metrics={"passed_share": passed, "unanswered_share": unanswered},
-            reason=f"{counts[Outcome.PASSED]} of {len(outcomes)} tests passed, "
-            f"{counts[Outcome.UNANSWERED]} without a result",
+            reason=f"{counts[ProgramOutcome.PASSED]} of {len(outcomes)} tests passed, "
+            f"{counts[ProgramOutcome.UNANSWERED]} without a result",
         )
 
 
-class Outcome(enum.Enum):
+class ProgramOutcome(enum.Enum):
     """Outcome of a test."""
 
     PASSED = enum.auto()
@@ -221,7 +223,7 @@ def parse_tests(ground_truth: str) -> CodeTests:
     return tests
 
 
-async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
+async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[ProgramOutcome]:
     """Run the tests of the program in a reply without thoughts. Outcomes are first those of calls, then of cases.
 
     Raises:
@@ -262,7 +264,7 @@ def _lost_worker(result: PythonResult) -> bool:
     return result.failure is not None and result.failure.cause is RewardFailure.WORKER
 
 
-async def _run_calls(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
+async def _run_calls(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[ProgramOutcome]:
     if not tests.calls:
         return []
     calls = json.dumps([test.call for test in tests.calls])
@@ -272,42 +274,42 @@ async def _run_calls(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Out
     return await asyncio.to_thread(_outcomes, tests, result.stdout)
 
 
-def _outcomes(tests: CodeTests, output: str) -> list[Outcome]:
+def _outcomes(tests: CodeTests, output: str) -> list[ProgramOutcome]:
     """Compare the untrusted output of the process of the calls: a line for each call, until the process ended."""
     # The last line may be incomplete. Lines in excess do not belong to any call.
     lines = output.split("\n")[:-1]
     if len(lines) > len(tests.calls):
-        return [Outcome.UNANSWERED] * len(tests.calls)
+        return [ProgramOutcome.UNANSWERED] * len(tests.calls)
     answered = zip(tests.calls, lines, strict=False)
     outcomes = [_outcome(test, line, number, tests.tolerance) for number, (test, line) in enumerate(answered)]
-    return outcomes + [Outcome.UNANSWERED] * (len(tests.calls) - len(outcomes))
+    return outcomes + [ProgramOutcome.UNANSWERED] * (len(tests.calls) - len(outcomes))
 
 
-def _outcome(test: Call, line: str, number: int, tolerance: float | None) -> Outcome:
+def _outcome(test: Call, line: str, number: int, tolerance: float | None) -> ProgramOutcome:
     """Compare an untrusted line: JSON of the number of the call and its value, if it has one."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
-        return Outcome.UNANSWERED
+        return ProgramOutcome.UNANSWERED
     if not isinstance(answer, list) or len(answer) != 2 or type(answer[0]) is not int or answer[0] != number:
-        return Outcome.UNANSWERED
-    return Outcome.PASSED if same_value(test.returns, answer[1], tolerance) else Outcome.WRONG
+        return ProgramOutcome.UNANSWERED
+    return ProgramOutcome.PASSED if same_value(test.returns, answer[1], tolerance) else ProgramOutcome.WRONG
 
 
-async def _run_cases(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Outcome]:
+async def _run_cases(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[ProgramOutcome]:
     if not tests.cases:
         return []
     chosen = await _run(sandbox, f"{_HARNESS}\nprint_program({reply!a})")
     code = None if chosen.failure else json.loads(chosen.stdout)
     if code is None:
-        return [Outcome.UNANSWERED] * len(tests.cases)
+        return [ProgramOutcome.UNANSWERED] * len(tests.cases)
 
-    async def run(case: StdinCase) -> Outcome:
+    async def run(case: StdinCase) -> ProgramOutcome:
         result = await _run(sandbox, code, case.stdin)
         if result.failure is not None:
-            return Outcome.UNANSWERED
+            return ProgramOutcome.UNANSWERED
         is_same = await asyncio.to_thread(same_output, case.stdout, result.stdout, tests.tolerance)
-        return Outcome.PASSED if is_same else Outcome.WRONG
+        return ProgramOutcome.PASSED if is_same else ProgramOutcome.WRONG
 
     return await asyncio.gather(*map(run, tests.cases))
 

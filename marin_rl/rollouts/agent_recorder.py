@@ -66,7 +66,7 @@ class _Sequence:
     """Conversation of the sampler that holds a slot for the next turn."""
 
 
-class _Reply(NamedTuple):
+class _RecordedReply(NamedTuple):
     """A served reply, which later conversations may repeat."""
 
     request: Sequence[Message]
@@ -109,7 +109,7 @@ class AgentRecorder:
         self._batcher, self._limits = batcher, limits
         self._sequences: list[_Sequence] = []
         self._numbers = itertools.count()
-        self._replies: list[_Reply] = []
+        self._replies: list[_RecordedReply] = []
         self._prompts: dict[str, tuple[Sequence[Message], Sequence[Message]]] = {}
         """Messages of tokenized chats, as sent and with the replies as sampled, by the digest of their tokens."""
         self._seen: collections.Counter[str] = collections.Counter()
@@ -409,7 +409,9 @@ class AgentRecorder:
         tokens = prompt + generation.token_ids
         if (chat := self._prompts.get(_digest(prompt))) is not None:
             request, shown = chat
-            self._replies.append(_Reply(request, served.contents, (*shown, reply), sequence, len(tokens), response))
+            self._replies.append(
+                _RecordedReply(request, served.contents, (*shown, reply), sequence, len(tokens), response)
+            )
         else:
             text = self._tokenizer.decode_reply(observation, skip_special_tokens=False)
             shown = (Message(role="user", content=text),)
@@ -439,7 +441,7 @@ def _digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()
 
 
-def _repeats(messages: Sequence[Message], reply: _Reply) -> bool:
+def _repeats(messages: Sequence[Message], reply: _RecordedReply) -> bool:
     """Whether messages are those of an earlier request, its reply, and further ones."""
     count = len(reply.request)
     if len(messages) <= count + 1 or messages[count]["role"] != "assistant":

@@ -203,7 +203,7 @@ def _uniform(keys: UInt32[Array, "slots 2"], counters: Int[Array, " slots"]) -> 
     return jax.vmap(one)(keys, counters)
 
 
-class Programs(NamedTuple):
+class SamplerPrograms(NamedTuple):
     """The compiled programs; with a trainer, each data shard of its mesh has its own slots.
 
     `decode` returns the cache and the fields of `Decoded`.
@@ -216,7 +216,9 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
 
 
-def compile_programs(trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int) -> Programs:
+def compile_programs(
+    trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int
+) -> SamplerPrograms:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
     Without `trainer`, programs use one device and the model's precision. `steps` is the maximum number of tokens per
@@ -274,7 +276,7 @@ def _programs(
     context: int,
     dtype: jnp.dtype,
     steps: int,
-) -> Programs:
+) -> SamplerPrograms:
     """`mesh` is a part of the cache key; the programs run under the current mesh."""
 
     def run_prefill(weights: ModelArrays, *arguments: Any) -> Cache:
@@ -285,7 +287,7 @@ def _programs(
         return cache, tuple(decoded)
 
     if mapping is None:
-        return Programs(
+        return SamplerPrograms(
             jax.jit(functools.partial(with_cache, form=form, context=context)),
             jax.jit(functools.partial(empty_cache, axes, dtype)),
             jax.jit(run_prefill, donate_argnums=1),
@@ -314,7 +316,7 @@ def _programs(
         with hax.axis_mapping({**axis_mapping, "slot": batch_axes}):
             return empty_cache(axes, dtype)
 
-    return Programs(
+    return SamplerPrograms(
         jax.jit(prepare),
         jax.jit(empty),
         per_shard(run_prefill, (whole, by_slot, by_slot), by_slot, 1),

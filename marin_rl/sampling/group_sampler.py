@@ -37,7 +37,7 @@ from marin_rl.sampling.sampler import (
     check_requests,
 )
 from marin_rl.sampling.sizes import check_cache_size, copy_to_each_process, sampler_sizes
-from marin_rl.sampling.slots import AcceptedRequest, Piece, SlotTable, copy_arguments, prefill_calls
+from marin_rl.sampling.slots import AcceptedRequest, PromptPiece, SlotTable, copy_arguments, prefill_calls
 from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
 from marin_rl.utils.devices.trainer_config import TrainerConfig
@@ -268,7 +268,7 @@ class GroupSampler(Sampler):
 
     def _admit(self) -> None:
         """Put waiting requests into slots, and their prompts into the cache."""
-        pieces: list[Piece] = []
+        pieces: list[PromptPiece] = []
         copies: list[tuple[int, int]] = []
         for queued in self._next_turns:
             pieces += self._continue(queued)
@@ -322,7 +322,9 @@ class GroupSampler(Sampler):
         del free[shard][slot]
         return slot
 
-    def _begin(self, slot: int, queued: AcceptedRequest, prefix: bytes, copies: list[tuple[int, int]]) -> list[Piece]:
+    def _begin(
+        self, slot: int, queued: AcceptedRequest, prefix: bytes, copies: list[tuple[int, int]]
+    ) -> list[PromptPiece]:
         """Assign a free slot; return the prompt tokens to process, or append to `copies` if a slot has them."""
         if prefix != self._prefixes[slot]:
             self._forget_prefix(slot)
@@ -337,9 +339,9 @@ class GroupSampler(Sampler):
             copies.append((source, slot))
             return []
         self._slot_of_prefix[slot // self._sizes.shard_slots, prefix] = slot
-        return [Piece(slot, 0, np.frombuffer(prefix, np.int32))]
+        return [PromptPiece(slot, 0, np.frombuffer(prefix, np.int32))]
 
-    def _continue(self, queued: AcceptedRequest) -> list[Piece]:
+    def _continue(self, queued: AcceptedRequest) -> list[PromptPiece]:
         """Start a further turn in its conversation's slot; return the tokens that are not in the cache."""
         prompt, conversation = queued.request.prompt_tokens, queued.request.conversation
         assert conversation is not None
@@ -348,7 +350,7 @@ class GroupSampler(Sampler):
         if start * np.int32().itemsize < len(self._prefixes[slot]):
             self._forget_prefix(slot)
         self._slots.assign(slot, queued)
-        return [Piece(slot, start, np.array(prompt[start:-1], np.int32))] if start < len(prompt) - 1 else []
+        return [PromptPiece(slot, start, np.array(prompt[start:-1], np.int32))] if start < len(prompt) - 1 else []
 
     def _forget_prefix(self, slot: int) -> None:
         """Stop sharing the cache of the prefix with which a slot's sequence began."""

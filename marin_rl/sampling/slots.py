@@ -150,7 +150,7 @@ class SlotTable:
         )
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Consecutive prompt tokens of a slot."""
 
     slot: int
@@ -161,28 +161,33 @@ class Piece(NamedTuple):
     """int32 `[length]`, token ids."""
 
 
-def prefill_calls(pieces: Sequence[Piece], shapes: PrefillShapes, shards: int, shard_slots: int) -> Iterator[Tokens]:
+def prefill_calls(
+    pieces: Sequence[PromptPiece], shapes: PrefillShapes, shards: int, shard_slots: int
+) -> Iterator[Tokens]:
     """Yield the arguments of `prefill`: chunks of the pieces, in order; see `PrefillShapes.long_tokens`.
 
     Slots are numbered within their shard; each shard has `shard_slots`.
     """
     cuts = [shapes.long_tokens(len(tokens)) for _, _, tokens in pieces]
     firsts = [piece._replace(tokens=piece.tokens[:cut]) for piece, cut in zip(pieces, cuts, strict=True)]
-    rests = [Piece(slot, start + cut, tokens[cut:]) for (slot, start, tokens), cut in zip(pieces, cuts, strict=True)]
+    rests = [
+        PromptPiece(slot, start + cut, tokens[cut:]) for (slot, start, tokens), cut in zip(pieces, cuts, strict=True)
+    ]
     yield from _calls(firsts, shapes.long, shards, shard_slots)
     yield from _calls(rests, shapes.short, shards, shard_slots)
 
 
-def _calls(pieces: Sequence[Piece], shape: PrefillShape, shards: int, shard_slots: int) -> Iterator[Tokens]:
+def _calls(pieces: Sequence[PromptPiece], shape: PrefillShape, shards: int, shard_slots: int) -> Iterator[Tokens]:
     """Yield the arguments of calls of one shape.
 
     A call may have several chunks of a slot, because each layer writes all keys and values before it reads any.
     """
     rows, chunk = shape
-    waiting: list[deque[Piece]] = [deque() for _ in range(shards)]
+    waiting: list[deque[PromptPiece]] = [deque() for _ in range(shards)]
     for slot, start, tokens in pieces:
         waiting[slot // shard_slots] += (
-            Piece(slot, start + offset, tokens[offset : offset + chunk]) for offset in range(0, len(tokens), chunk)
+            PromptPiece(slot, start + offset, tokens[offset : offset + chunk])
+            for offset in range(0, len(tokens), chunk)
         )
     while any(waiting):
         ids = np.zeros((shards, rows, chunk), np.int32)

@@ -37,7 +37,7 @@ _CONVERSATION = "chat"
 """Name of the conversation for the sampler, which keeps its cache between turns."""
 
 
-class Conversation:
+class ChatState:
     """Messages, and the exact tokens that the policy saw and sampled."""
 
     def __init__(self, tokenizer: ChatTokenizer, system: str = "") -> None:
@@ -121,7 +121,7 @@ class TerminalChat:
     """Whether a message continues the conversation; otherwise it begins a new one, with the same system prompt."""
 
     def __post_init__(self) -> None:
-        self.conversation = Conversation(self.tokenizer, self.system)
+        self.conversation = ChatState(self.tokenizer, self.system)
         self._piece = TokenPieces(self.tokenizer.tokenizer)
         self._replies = 0
         self._last: TextPart | None = None
@@ -154,7 +154,7 @@ class TerminalChat:
 
     def _start_conversation(self) -> None:
         self.sampler.end_conversation(_CONVERSATION)
-        self.conversation = Conversation(self.tokenizer, self.system)
+        self.conversation = ChatState(self.tokenizer, self.system)
 
     def _set_temperature(self, text: str) -> None:
         try:

@@ -82,7 +82,7 @@ def test_a_worker_with_other_input_files_ends_the_run(
     inputs = digest_inputs(config)
     data.write_text("of the worker")
     with pytest.raises(ProcessesDifferError):
-        ray_workers.Worker(to_yaml(config), inputs, 10, "", "token", "worker-0", "coordinator").run()
+        ray_workers.RayWorker(to_yaml(config), inputs, 10, "", "token", "worker-0", "coordinator").run()
     [(kind, name, message)] = cluster.questions
     assert (kind, name) == ("fail", "worker-0")
     assert "environment: data.jsonl was changed" in message
@@ -100,7 +100,7 @@ def test_worker_start_error_is_logged_and_reported(
     monkeypatch.setattr("marin_rl.distributed.worker.WorkerPolicy", no_policy)
     config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
-        ray_workers.Worker(to_yaml(config), {}, 10, "", "token", "worker-0", "coordinator").run()
+        ray_workers.RayWorker(to_yaml(config), {}, 10, "", "token", "worker-0", "coordinator").run()
     assert cluster.questions == [("fail", "worker-0", "OSError: there is no bubblewrap")]
     log = (tmp_path / "workers" / "worker-0.txt").read_text()
     assert "there is no bubblewrap" in log

@@ -21,8 +21,8 @@ from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
 from marin_rl.distributed.weights.manifest import (
     MismatchedWeightsError,
-    ServerLostError,
     VersionGoneError,
+    WeightServerLostError,
     WrongSecretError,
 )
 from marin_rl.distributed.weights.publish import TrainingHost, open_sender
@@ -162,7 +162,7 @@ def test_failed_fetch_keeps_weights_and_fails_without_any(
     assert policy.fetch([trainer.sender.address])
     assert policy.version == 1
     fresh = WorkerPolicy(trainer.config, trainer.vocab_size, "", TOKEN, trainer.announced)
-    with Closing(fresh.close), pytest.raises(ServerLostError, match=re.escape(nobody)):
+    with Closing(fresh.close), pytest.raises(WeightServerLostError, match=re.escape(nobody)):
         fresh.fetch([nobody])
 
 
@@ -224,7 +224,7 @@ def test_poll_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [0]
 
 
-@pytest.mark.parametrize("error", [ServerLostError, VersionGoneError])
+@pytest.mark.parametrize("error", [WeightServerLostError, VersionGoneError])
 def test_transient_error_is_logged_and_retried(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     source = Source()
     source.newest, source.error = 2, error("the server at here is gone")

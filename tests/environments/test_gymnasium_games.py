@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from marin_rl.environments.games import View
 from marin_rl.environments.gymnasium_games import (
     DISCOUNT,
-    Start,
+    GameStart,
     board_of,
     construct_game,
     draw_start,
@@ -104,7 +104,7 @@ def test_equal_ways_are_both_best_and_unwinnable_states_have_value_zero():
 STILL = {"is_slippery": False}
 
 
-def lake(seed: int, **options) -> Start:
+def lake(seed: int, **options) -> GameStart:
     return draw_start("FrozenLake-v1", {**STILL, **options}, seed, random_start=False)
 
 

@@ -17,7 +17,7 @@ from marin_rl.data.rows import make_example
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.pods import compiling
 from marin_rl.pods.compiling import (
-    Failure,
+    CompileFailure,
     ProgramMemory,
     chip_bytes,
     compile_program,
@@ -165,6 +165,6 @@ def test_error_of_lowering_is_a_result(run: RunShapes, monkeypatch: pytest.Monke
 
 def test_cache_above_its_limit_is_a_result():
     failure = compile_program("decode", opened("--sampling.max_cache_gib", "1e-6"))
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, CompileFailure)
     assert "more than sampling.max_cache_gib 1e-06" in failure.problem
     assert "lower sampling.max_seqs" in failure.remedy

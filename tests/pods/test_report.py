@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 from marin_rl.pods.chips import GIB, parse_topology
-from marin_rl.pods.compiling import Failure
+from marin_rl.pods.compiling import CompileFailure
 from marin_rl.pods.report import describe, to_json
 from tests.pods.plan_cases import make_plan, planned
 
@@ -58,9 +58,11 @@ def test_workers_keep_up_with_the_trainer():
 
 def test_problems_are_shown_with_their_remedies():
     large = dataclasses.replace(
-        planned("update", gib=100), problem=Failure("needs 103.00 of 95.74 GiB", "use fewer rows")
+        planned("update", gib=100), problem=CompileFailure("needs 103.00 of 95.74 GiB", "use fewer rows")
     )
-    failed = dataclasses.replace(planned("decode"), compiled=None, problem=Failure("out of VMEM", "use fewer heads"))
+    failed = dataclasses.replace(
+        planned("decode"), compiled=None, problem=CompileFailure("out of VMEM", "use fewer heads")
+    )
     plan = make_plan(large, failed)
     text = describe(plan)
     assert not plan.fits

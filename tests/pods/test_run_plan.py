@@ -18,7 +18,7 @@ from marin_rl.learner.starting_weights import first_policy
 from marin_rl.model_parts import Lengths
 from marin_rl.pods import run_plan
 from marin_rl.pods.chips import GIB, Number, Topology, parse_topology
-from marin_rl.pods.compiling import Failure, ProgramMemory
+from marin_rl.pods.compiling import CompileFailure, ProgramMemory
 from marin_rl.pods.programs import RunShapes
 from marin_rl.pods.report import describe
 from marin_rl.pods.run_plan import Plan, make_plan
@@ -52,11 +52,11 @@ def cpu(memory: float | None = None) -> Topology:
 
 
 @pytest.fixture
-def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProgramMemory | Failure]:
+def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProgramMemory | CompileFailure]:
     """Results of programs by name, which are not compiled; the others need no memory."""
-    results: dict[str, ProgramMemory | Failure] = {}
+    results: dict[str, ProgramMemory | CompileFailure] = {}
 
-    def compile_program(name: str, run: RunShapes) -> ProgramMemory | Failure:
+    def compile_program(name: str, run: RunShapes) -> ProgramMemory | CompileFailure:
         return results.get(name, ProgramMemory(0, 0, 0, 0))
 
     monkeypatch.setattr(run_plan, "compile_program", compile_program)
@@ -71,7 +71,7 @@ def others(plan: Plan) -> dict[str, Number]:
     return {program.name: program.others for program in plan.programs}
 
 
-def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory | Failure]):
+def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory | CompileFailure]):
     plan = plan_tiny("--mode", "async", "--kl", "{type: in_loss, beta: 0.1}")
     held = plan.held
     # Adam has two moments for each weight, in float32 like the weights.
@@ -91,7 +91,7 @@ def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory 
 
 
 def test_memory_of_a_teacher_is_that_of_its_own_architecture(
-    results: dict[str, ProgramMemory | Failure], tmp_path: Path
+    results: dict[str, ProgramMemory | CompileFailure], tmp_path: Path
 ):
     """One layer instead of two, in bfloat16."""
     model = tiny_config("--model.num_layers", "1").model
@@ -110,7 +110,7 @@ def test_memory_of_a_teacher_is_that_of_its_own_architecture(
     assert average["optimizer"] == pytest.approx(3 * average["weights"], rel=0.01)
 
 
-def test_program_above_the_memory_is_refused_with_a_remedy(results: dict[str, ProgramMemory | Failure]):
+def test_program_above_the_memory_is_refused_with_a_remedy(results: dict[str, ProgramMemory | CompileFailure]):
     results["update"] = ProgramMemory(0, 0, 0, 3 * GIB)
     plan = plan_tiny("--model.gradient_checkpointing", "true", topology=cpu(memory=2 * GIB))
     assert [program.name for program in plan.programs if program.problem] == ["update"]
@@ -121,19 +121,21 @@ def test_program_above_the_memory_is_refused_with_a_remedy(results: dict[str, Pr
     assert plan_tiny(topology=cpu(memory=4 * GIB)).fits
 
 
-def test_problems_of_workers_name_their_own_keys(results: dict[str, ProgramMemory | Failure]):
+def test_problems_of_workers_name_their_own_keys(results: dict[str, ProgramMemory | CompileFailure]):
     with pytest.raises(
         ValueError, match=r"^rollout workers: .* cannot be split into workers\.mesh\.model_axis_size 3 x"
     ):
         plan_tiny("--mode", "async", "--workers.mesh.model_axis_size", "3")
-    results["decode"] = Failure("too large", "raise trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp]")
+    results["decode"] = CompileFailure(
+        "too large", "raise trainer.model_axis_size with trainer.tensor_parallel_axes: [mlp]"
+    )
     [decode] = [program for program in plan_tiny("--mode", "async").programs if program.name == "decode"]
-    assert decode.problem == Failure(
+    assert decode.problem == CompileFailure(
         "too large", "raise workers.mesh.model_axis_size with workers.mesh.tensor_parallel_axes: [mlp]"
     )
 
 
-def test_worker_has_its_own_precision(results: dict[str, ProgramMemory | Failure]):
+def test_worker_has_its_own_precision(results: dict[str, ProgramMemory | CompileFailure]):
     halved = plan_tiny("--mode", "async", "--workers.precision", "p=bf16,c=bf16", "--weights.dtype", "bfloat16")
     whole = plan_tiny("--mode", "async")
     assert whole.worker_topology == cpu()
@@ -150,7 +152,7 @@ def test_worker_has_its_own_precision(results: dict[str, ProgramMemory | Failure
     ],
 )
 def test_run_on_data_has_no_programs_of_a_sampler(
-    results: dict[str, ProgramMemory | Failure],
+    results: dict[str, ProgramMemory | CompileFailure],
     kind: type[SftConfig | DpoConfig],
     overrides: list[str],
     programs: list[str],
@@ -166,7 +168,9 @@ def test_run_on_data_has_no_programs_of_a_sampler(
     assert step in describe(plan)
 
 
-def test_adapter_that_trains_on_pairs_holds_the_base_once(results: dict[str, ProgramMemory | Failure], tmp_path: Path):
+def test_adapter_that_trains_on_pairs_holds_the_base_once(
+    results: dict[str, ProgramMemory | CompileFailure], tmp_path: Path
+):
     trainer, tokenizer = start_devices(TrainerConfig(), rows_per_device=1), ChatTokenizer(byte_tokenizer())
     model = cast(LmConfig, tiny_supervised(DpoConfig).model)
     policy = first_policy(None, model, tokenizer, trainer, 0)

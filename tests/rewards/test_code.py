@@ -17,7 +17,7 @@ from marin_rl.rewards.code import (
     CodeScore,
     CodeTests,
     CodeTestsError,
-    Outcome,
+    ProgramOutcome,
     StdinCase,
     parse_tests,
     run_tests,
@@ -29,7 +29,7 @@ from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.types import Task
 
-PASSED, WRONG, UNANSWERED = Outcome
+PASSED, WRONG, UNANSWERED = ProgramOutcome
 ADDS = CodeTests(
     calls=(
         Call(call="add(2, 3)", returns=5),
@@ -53,7 +53,7 @@ class Grading:
     def wait(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 300))
 
-    def outcomes(self, code: str, tests: CodeTests) -> list[Outcome]:
+    def outcomes(self, code: str, tests: CodeTests) -> list[ProgramOutcome]:
         return self.wait(run_tests(self.sandbox, f"```python\n{code}\n```", tests))
 
     def passed(self, code: str, tests: CodeTests) -> list[bool]:
@@ -289,7 +289,7 @@ def test_code_cannot_find_expected_results(grading: Grading):
 
 
 def test_a_program_that_kills_its_worker_has_no_answers():
-    async def outcomes(end: str) -> list[Outcome]:
+    async def outcomes(end: str) -> list[ProgramOutcome]:
         async with Sandbox(SandboxConfig(require=Isolation.NONE, workers=1), strongest=Isolation.NONE) as sandbox:
             calls = await run_tests(sandbox, f"import os\n{end}\ndef add(a, b): return a + b", ADDS)
             return calls + await run_tests(sandbox, f"import os\n{end}\nprint(sum(map(int, input().split())))", SUMS)
@@ -317,7 +317,7 @@ class FailingSandbox:
 def test_failures_of_the_machine_are_no_outcome(raises: bool):
     tests = CodeTests(calls=ADDS.calls[:2])
 
-    def outcomes(failures: int) -> list[Outcome]:
+    def outcomes(failures: int) -> list[ProgramOutcome]:
         sandbox: Any = FailingSandbox(failures, raises)
         return asyncio.run(run_tests(sandbox, "", tests))
 

@@ -9,7 +9,7 @@ import pytest
 from marin_rl.sampling.attention import PADDING
 from marin_rl.sampling.sampler import SampledTokens, SampleRequest, SamplerError
 from marin_rl.sampling.sizes import PrefillShape, PrefillShapes, prefill_shapes
-from marin_rl.sampling.slots import AcceptedRequest, Piece, SlotTable, copy_arguments, prefill_calls
+from marin_rl.sampling.slots import AcceptedRequest, PromptPiece, SlotTable, copy_arguments, prefill_calls
 from marin_rl.sampling.stops import ENDED, START
 from marin_rl.types import Generation, StopReason
 
@@ -114,12 +114,12 @@ SHAPES = PrefillShapes(PrefillShape(8, 512), PrefillShape(8, 64))
 @pytest.mark.parametrize("count", [1, 50, 64, 500, 1000, 2047, 2048, 2500, 4096, 30_000])
 def test_positions_of_a_call_are_at_most_twice_the_tokens_and_a_short_call(count: int):
     """For a piece on its own, when the rest of its calls is padding."""
-    calls = list(prefill_calls([Piece(0, 0, np.arange(count))], SHAPES, 1, 4))
+    calls = list(prefill_calls([PromptPiece(0, 0, np.arange(count))], SHAPES, 1, 4))
     assert sum(np.size(ids) for ids, _, _ in calls) < 2 * count + SHAPES.short.positions
 
 
 def read_calls(
-    pieces: list[Piece], shapes: PrefillShapes, shards: int, shard_slots: int
+    pieces: list[PromptPiece], shapes: PrefillShapes, shards: int, shard_slots: int
 ) -> list[list[tuple[int, int, int]]]:
     """Return slot, position and token of each token, in the order of a call's rows."""
     read = []
@@ -144,7 +144,8 @@ def read_calls(
 )
 def test_calls_have_all_tokens_of_a_slot_in_order(long: tuple[int, int], short: tuple[int, int], calls: int):
     pieces = [
-        Piece(slot, start, 100 * slot + np.arange(count)) for slot, start, count in ((1, 0, 11), (0, 7, 3), (5, 2, 4))
+        PromptPiece(slot, start, 100 * slot + np.arange(count))
+        for slot, start, count in ((1, 0, 11), (0, 7, 3), (5, 2, 4))
     ]
     read = read_calls(pieces, PrefillShapes(PrefillShape(*long), PrefillShape(*short)), 2, 3)
     assert len(read) == calls
@@ -153,7 +154,7 @@ def test_calls_have_all_tokens_of_a_slot_in_order(long: tuple[int, int], short: 
         assert found == [(slot, start + index, token) for index, token in enumerate(tokens.tolist())]
 
 
-def chunks_of(slot: int, pieces: list[Piece]) -> list[tuple[int, int]]:
+def chunks_of(slot: int, pieces: list[PromptPiece]) -> list[tuple[int, int]]:
     """Return the first position of each chunk of a slot, and the size of the chunk."""
     return [
         (int(np.asarray(positions)[row, 0]), np.shape(ids)[1])
@@ -165,7 +166,7 @@ def chunks_of(slot: int, pieces: list[Piece]) -> list[tuple[int, int]]:
 def test_chunks_of_a_piece_do_not_depend_on_other_pieces():
     """Programs of different shapes may round differently."""
     counts = (50, 3000, 2047, 2048, 600, 64, 1, 9000)
-    pieces = [Piece(slot, 7 * slot, np.arange(count)) for slot, count in enumerate(counts)]
+    pieces = [PromptPiece(slot, 7 * slot, np.arange(count)) for slot, count in enumerate(counts)]
     for slot, piece in enumerate(pieces):
         assert chunks_of(slot, pieces) == chunks_of(slot, pieces[::-1]) == chunks_of(slot, [piece])
 

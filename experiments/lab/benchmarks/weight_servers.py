@@ -16,7 +16,7 @@ import threading
 import numpy as np
 
 from marin_rl.distributed.weights.arrow_flight import WeightServer
-from marin_rl.distributed.weights.manifest import Manifest, Piece, Snapshot, volume, whole
+from marin_rl.distributed.weights.manifest import ArrayPiece, Manifest, Snapshot, volume, whole
 from marin_rl.distributed.weights.publish import CHUNK_BYTES
 
 
@@ -46,7 +46,7 @@ def make_snapshot(share: Share) -> Snapshot:
         if volume(bounds) == 0 or (not shape and share.host > 0):
             continue
         flat = noise.normal(size=volume(bounds)).astype(np.float32).view(np.uint8)
-        pieces.append(Piece(name, tuple(shape), "float32", bounds))
+        pieces.append(ArrayPiece(name, tuple(shape), "float32", bounds))
         data.append(flat)
     return Snapshot(Manifest(1, CHUNK_BYTES, tuple(pieces)), tuple(data))
 

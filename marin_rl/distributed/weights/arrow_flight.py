@@ -31,9 +31,9 @@ from marin_rl.distributed.weights.manifest import (
     Chunk,
     CorruptTransferError,
     Manifest,
-    ServerLostError,
     Snapshot,
     VersionGoneError,
+    WeightServerLostError,
     WrongSecretError,
 )
 from marin_rl.types import WeightVersion
@@ -328,4 +328,4 @@ class FlightSource:
                 raise VersionGoneError(f"{self}: {reason}") from error
             if isinstance(error, pa.ArrowInvalid):
                 raise CorruptTransferError(f"{self}: the received data cannot be read: {reason}") from error
-            raise ServerLostError(f"{self} does not respond: {reason}") from error
+            raise WeightServerLostError(f"{self} does not respond: {reason}") from error

@@ -22,15 +22,15 @@ import numpy as np
 from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
 from marin_rl.distributed.weights.manifest import (
+    ArrayPiece,
     Bounds,
     Chunk,
     CorruptTransferError,
     Manifest,
     MismatchedWeightsError,
     NoWeightsError,
-    Piece,
-    ServerLostError,
     VersionGoneError,
+    WeightServerLostError,
     WeightTransferError,
     bounds_of,
     find_gap,
@@ -47,7 +47,7 @@ from marin_rl.utils.retry import Clock, RetryConfig, retrying
 
 T = TypeVar("T")
 
-TRANSIENT_ERRORS = (ServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
+TRANSIENT_ERRORS = (WeightServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
 """Errors that a retry may resolve."""
 
 POLL = 0.05
@@ -75,7 +75,7 @@ class WeightReceiver:
         Raises:
             WeightTransferError: if a sender does not respond.
         """
-        return retrying(self._retry, (ServerLostError, CorruptTransferError), self._find_newest, self._clock)
+        return retrying(self._retry, (WeightServerLostError, CorruptTransferError), self._find_newest, self._clock)
 
     def wait_for(self, version: WeightVersion, timeout: float) -> None:
         """Wait at most `timeout` seconds until every sender has a version, or a newer one.
@@ -172,7 +172,7 @@ class PieceKey(NamedTuple):
 
 def choose_pieces(
     targets: Mapping[str, TargetArray], manifests: Sequence[Manifest], *, cast: bool
-) -> dict[str, dict[PieceKey, Piece]]:
+) -> dict[str, dict[PieceKey, ArrayPiece]]:
     """Choose the pieces that the receiver's devices need.
 
     There is one manifest per training host, all of one version. `cast` permits floating-point arrays of another
@@ -184,7 +184,7 @@ def choose_pieces(
     Raises:
         MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing; the message names the array.
     """
-    held: dict[str, dict[PieceKey, Piece]] = {}
+    held: dict[str, dict[PieceKey, ArrayPiece]] = {}
     for number, manifest in enumerate(manifests):
         for index, piece in enumerate(manifest.pieces):
             held.setdefault(piece.name, {})[PieceKey(number, index)] = piece
@@ -215,7 +215,7 @@ def _check_names(targets: Set[str], held: Set[str]) -> None:
         )
 
 
-def _check_compatible(piece: Piece, target: TargetArray, *, cast: bool) -> None:
+def _check_compatible(piece: ArrayPiece, target: TargetArray, *, cast: bool) -> None:
     if piece.shape != target.shape:
         raise MismatchedWeightsError(
             f"{piece.name} was published with shape {piece.shape}; the receiver needs {target.shape}"
@@ -249,7 +249,7 @@ def _aligned_empty(num_bytes: int) -> np.ndarray:
     return memory[start : start + num_bytes]
 
 
-def assemble(target: TargetArray, pieces: Sequence[tuple[Piece, np.ndarray]]) -> jax.Array | np.ndarray:
+def assemble(target: TargetArray, pieces: Sequence[tuple[ArrayPiece, np.ndarray]]) -> jax.Array | np.ndarray:
     """Place an array on the receiver's devices.
 
     `pieces` cover the boxes of the target, each with its bytes (uint8). A piece that is a box is used without a copy.

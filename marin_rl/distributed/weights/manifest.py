@@ -55,7 +55,7 @@ class CorruptTransferError(WeightTransferError):
     """Raised for missing, surplus or corrupt bytes. Retried."""
 
 
-class ServerLostError(WeightTransferError):
+class WeightServerLostError(WeightTransferError):
     """Raised when a server does not respond or disconnects during a transfer. Retried."""
 
 
@@ -203,7 +203,7 @@ def _copy_dtype(array: Array, dtype: str | None) -> np.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ArrayPiece:
     """A box of one array, sent in row-major order and in chunks."""
 
     name: str
@@ -241,7 +241,7 @@ class Manifest:
     """Version of the weights."""
     chunk_bytes: int
     """Chunk size; the last chunk of a piece may be shorter."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ArrayPiece, ...]
     """The pieces, in the order of the arrays."""
 
     def num_chunks(self, piece: int) -> int:

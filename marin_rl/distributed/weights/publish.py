@@ -13,9 +13,9 @@ from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import WeightServer
 from marin_rl.distributed.weights.manifest import (
     Array,
+    ArrayPiece,
     Bounds,
     Manifest,
-    Piece,
     Snapshot,
     bounds_of,
     copy_arrays,
@@ -59,7 +59,7 @@ def take_snapshot(
         array = arrays.pop(name)
         for bounds, part in _own_parts(array, devices):
             flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-            pieces.append(Piece(name, array.shape, array.dtype.name, bounds))
+            pieces.append(ArrayPiece(name, array.shape, array.dtype.name, bounds))
             data.append(flat)
     return Snapshot(Manifest(version, chunk_bytes, tuple(pieces)), tuple(data))
 

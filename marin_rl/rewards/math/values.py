@@ -44,7 +44,7 @@ class Scalar:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Bracket:
     """Several values: a set or list (`kind` is `{}`), tuple `()`, interval `[)`, or rows of a matrix."""
 
     kind: str
@@ -61,14 +61,14 @@ class Words:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class AnyOf:
     """A label of a multiple choice question and its text, such as `(A) 12`."""
 
     label: Scalar
     value: "Value"
 
 
-Value = Scalar | Group | Words | Choice
+Value = Scalar | Bracket | Words | AnyOf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _choice(text: str) -> Value | None:
     # "None of the above" and "cannot be determined" are texts of choices.
     doubts = words[1:] if words[:1] in (["none"], ["cannot"]) else words
     value = _value(items) if _DOUBTS.isdisjoint(doubts) and not re.match(r"[-+*/^_=<>,;&|]", items[0][1]) else None
-    return None if value is None else Choice(label, value)
+    return None if value is None else AnyOf(label, value)
 
 
 def _predicate(items: list[tuple[str, str]]) -> Value | None:
@@ -221,12 +221,12 @@ def _parse_all(texts: Iterable[str], is_inner: bool = False) -> list[Value] | No
     return None if None in values else [value for value in values if value is not None]
 
 
-def _list(values: list[Value] | None) -> Group | None:
+def _list(values: list[Value] | None) -> Bracket | None:
     r"""Return a list of values, whose members may be lists: `x = 1, \pm 2`."""
     if values is None:
         return None
-    nested = (value.items if isinstance(value, Group) and value.kind == "{}" else (value,) for value in values)
-    return Group("{}", tuple(itertools.chain.from_iterable(nested)))
+    nested = (value.items if isinstance(value, Bracket) and value.kind == "{}" else (value,) for value in values)
+    return Bracket("{}", tuple(itertools.chain.from_iterable(nested)))
 
 
 _THOUSANDS = re.compile(
@@ -285,14 +285,14 @@ def _split(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
     return [*parts, (text[start:], "")]
 
 
-def _matrix(kind: str, text: str) -> Group | None:
+def _matrix(kind: str, text: str) -> Bracket | None:
     rows = [_parse_all(row.split("&"), is_inner=True) for row in text.split(r"\\") if row.strip()]
     if None in rows:
         return None
     # Only a determinant differs from a matrix in other brackets.
-    return Group(
+    return Bracket(
         "determinant" if kind == "vmatrix" else "matrix",
-        tuple(Group("row", tuple(row)) for row in rows if row is not None),
+        tuple(Bracket("row", tuple(row)) for row in rows if row is not None),
     )
 
 
@@ -354,7 +354,7 @@ def _inequality(parts: list[str], signs: list[str]) -> Value | None:
     if None in ends or not _is_name(parts[1]):
         return None
     kind = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    return Group(kind, tuple(end for end in ends if end is not None), is_relation=True)
+    return Bracket(kind, tuple(end for end in ends if end is not None), is_relation=True)
 
 
 def _group(text: str) -> Value | None:
@@ -373,7 +373,7 @@ def _group(text: str) -> Value | None:
         return _parse(inner, is_inner=True)
     values = _parse_all(parts, is_inner=True)
     is_interval = kind in ("(]", "[)")
-    return None if values is None or (is_interval and len(values) != 2) else Group(kind, tuple(values))
+    return None if values is None or (is_interval and len(values) != 2) else Bracket(kind, tuple(values))
 
 
 def _plus_minus(text: str, is_inner: bool) -> Value | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from marin_rl.rewards.math.answers import find_answer
 from marin_rl.rewards.math.text import word_set
-from marin_rl.rewards.math.values import Answer, Choice, Group, Scalar, Value, Words, number
+from marin_rl.rewards.math.values import Answer, AnyOf, Bracket, Scalar, Value, Words, number
 
 
 class GroundTruthError(ValueError):
@@ -72,22 +72,22 @@ def _same_text(truth: Answer, found: Answer) -> bool:
 
 
 def _equal(truth: Value | None, reply: Value | None) -> bool:
-    if isinstance(truth, Choice) and isinstance(reply, Choice):
+    if isinstance(truth, AnyOf) and isinstance(reply, AnyOf):
         return truth.label == reply.label and _equal(truth.value, reply.value)
-    if isinstance(truth, Choice):
+    if isinstance(truth, AnyOf):
         return _equal(truth.label, reply) or _equal(truth.value, reply)
-    if isinstance(reply, Choice):
+    if isinstance(reply, AnyOf):
         return _equal(truth, reply.label) or _equal(truth, reply.value)
     if isinstance(truth, Words) and isinstance(reply, Words):
         return truth.text == reply.text
-    if isinstance(truth, Group) and isinstance(reply, Group):
+    if isinstance(truth, Bracket) and isinstance(reply, Bracket):
         return _equal_groups(truth, reply)
     if isinstance(truth, Scalar) and isinstance(reply, Scalar):
         return _equal_scalars(truth, reply)
     return False
 
 
-def _equal_groups(truth: Group, reply: Group) -> bool:
+def _equal_groups(truth: Bracket, reply: Bracket) -> bool:
     truth, reply = _as_tuple(truth, reply.kind), _as_tuple(reply, truth.kind)
     if truth.kind != reply.kind or len(truth.items) != len(reply.items):
         return False
@@ -110,12 +110,12 @@ def _equal_groups(truth: Group, reply: Group) -> bool:
     return True
 
 
-def _as_tuple(group: Group, kind: str) -> Group:
+def _as_tuple(group: Bracket, kind: str) -> Bracket:
     """Convert `y = 2, x = 1` to (1, 2) if it is compared with a tuple."""
     names = {item.name: item for item in group.items if isinstance(item, Scalar) and item.name}
     if (group.kind, kind) != ("{}", "()") or len(names) != len(group.items):
         return group
-    return Group("()", tuple(dataclasses.replace(item, name="") for _, item in sorted(names.items())))
+    return Bracket("()", tuple(dataclasses.replace(item, name="") for _, item in sorted(names.items())))
 
 
 def _equal_scalars(truth: Scalar, reply: Scalar) -> bool:

@@ -60,7 +60,7 @@ _REQUESTS, _ANSWERS = 0, 1
 
 
 @dataclasses.dataclass
-class _Stream:
+class _PipeStream:
     """Data read from one descriptor."""
 
     limit: int
@@ -91,7 +91,7 @@ class _Forkserver(NamedTuple):
     connection: socket.socket
 
 
-class Worker:
+class SandboxWorker:
     """Runs the trainer's requests, one at a time."""
 
     def __init__(self, spec: WorkerSpec):
@@ -145,7 +145,7 @@ class Worker:
 
     def _load(self, deadline: float) -> str | None:
         """Wait until the file is loaded, and use the forkserver; returns an error message or None."""
-        ready = _Stream(READY_BYTES)
+        ready = _PipeStream(READY_BYTES)
         violation = self._watch(
             {self._forkserver.connection.fileno(): ready},
             deadline,
@@ -234,15 +234,15 @@ class Worker:
     def _run(
         self, request: dict[str, Any], folder: str, deadline: float, stack: contextlib.ExitStack
     ) -> dict[str, Any]:
-        streams: dict[int, _Stream] = {}
+        streams: dict[int, _PipeStream] = {}
         theirs = [_input(request.get("stdin", ""), self._spec.scratch, stack)]
         for prefix in (b"", b"", forkserver.CONFINED):
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
-            streams[reading] = _Stream(self._spec.limits.output_bytes + len(prefix))
+            streams[reading] = _PipeStream(self._spec.limits.output_bytes + len(prefix))
             theirs.append(writing)
         stdout, stderr, answer = streams.values()
-        status = _Stream(len(forkserver.ENDED) + struct.calcsize(forkserver.STATUS))
+        status = _PipeStream(len(forkserver.ENDED) + struct.calcsize(forkserver.STATUS))
         streams[self._forkserver.connection.fileno()] = status
         if IS_LINUX:
             os.kill(self._forkserver.process, signal.SIGCONT)
@@ -290,7 +290,7 @@ class Worker:
 
     def _watch(
         self,
-        streams: Mapping[int, _Stream],
+        streams: Mapping[int, _PipeStream],
         deadline: float,
         finished: Callable[[], bool],
         exceeds_disk: Callable[[], bool],
@@ -378,7 +378,7 @@ class Worker:
     def _cpu_seconds(self) -> float:
         return cpu_seconds_of(self._forkserver.process) if IS_LINUX else 0.0
 
-    def _end_call(self, status: _Stream, violation: str | None) -> None:
+    def _end_call(self, status: _PipeStream, violation: str | None) -> None:
         """Kill the call's process and its children, then read the exit status from the forkserver."""
         may_run = IS_LINUX and (violation is not None or self._spec.can_start_processes)
         if may_run and not end_descendants(self._forkserver.process, END_SECONDS):
@@ -394,7 +394,7 @@ class Worker:
                     break
                 status.data += part
 
-    def _exit_status(self, status: _Stream) -> tuple[int | None, float]:
+    def _exit_status(self, status: _PipeStream) -> tuple[int | None, float]:
         """Return a call's exit status and CPU seconds; without a valid status the forkserver is ended."""
         exit_status, cpu = None, 0.0
         if len(status.data) == status.limit:
@@ -454,5 +454,5 @@ def main(text: str) -> None:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         prctl(PR_SET_DUMPABLE, 0)
     sys.path.extend(spec.python_path)
-    Worker(spec).serve()
+    SandboxWorker(spec).serve()
     _clean_up(spec)

@@ -19,7 +19,7 @@ class TopologyError(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
+class ChipGeneration:
     """A generation of TPUs, and the sizes of its slices."""
 
     name: str
@@ -69,15 +69,15 @@ _OLD, _CUBES = "tpu-ubuntu2204-base", (2, 2, 1)
 GENERATIONS = {
     generation.name: generation
     for generation in (
-        Generation("v2", (2, 2), 64, _OLD, cores_in_name=2),
-        Generation("v3", (2, 2), 256, _OLD, cores_in_name=2),
-        Generation("v4", _CUBES, 1024, _OLD, cores_in_name=2),
-        Generation(
+        ChipGeneration("v2", (2, 2), 64, _OLD, cores_in_name=2),
+        ChipGeneration("v3", (2, 2), 256, _OLD, cores_in_name=2),
+        ChipGeneration("v4", _CUBES, 1024, _OLD, cores_in_name=2),
+        ChipGeneration(
             "v5e", (2, 2), 64, "v2-alpha-tpuv5-lite", single_host=8, accelerator="v5litepod", aliases=("v5lite",)
         ),
-        Generation("v5p", _CUBES, 1536, "v2-alpha-tpuv5", cores_in_name=2),
-        Generation("v6e", (2, 2), 64, "v2-alpha-tpuv6e", single_host=8),
-        Generation("v7x", _CUBES, 2304, "", cores_in_name=2, accelerator="tpu7x"),
+        ChipGeneration("v5p", _CUBES, 1536, "v2-alpha-tpuv5", cores_in_name=2),
+        ChipGeneration("v6e", (2, 2), 64, "v2-alpha-tpuv6e", single_host=8),
+        ChipGeneration("v7x", _CUBES, 2304, "", cores_in_name=2, accelerator="tpu7x"),
     )
 }
 """Generations by name. Hosts: Google's pages of each (eight chips of v5e and v6e are one host, in larger slices hosts
@@ -96,7 +96,7 @@ _FORM = re.compile(r"(?:([0-9]{1,6})x)?([a-z][a-z0-9]*)(?:-([0-9]{1,6})|:([0-9]{
 class SliceName:
     """One or several equal slices."""
 
-    generation: Generation
+    generation: ChipGeneration
     shape: tuple[int, ...]
     """Chips of a slice along each dimension."""
     slices: int = 1
@@ -165,7 +165,7 @@ def parse_slice(text: str, others: str = "") -> SliceName:
     return SliceName(generation, shape, slices)
 
 
-def _shape_of_type(text: str, generation: Generation, size: int) -> tuple[int, ...]:
+def _shape_of_type(text: str, generation: ChipGeneration, size: int) -> tuple[int, ...]:
     chips, rest = divmod(size, generation.cores_in_name)
     if rest or chips not in generation.sizes:
         counted = "chips" if generation.cores_in_name == 1 else f"cores, {generation.cores_in_name} for each chip"
@@ -177,7 +177,7 @@ def _shape_of_type(text: str, generation: Generation, size: int) -> tuple[int, .
     return generation.default_shape(chips)
 
 
-def _check_shape(text: str, generation: Generation, shape: tuple[int, ...]) -> None:
+def _check_shape(text: str, generation: ChipGeneration, shape: tuple[int, ...]) -> None:
     bounds = generation.host_bounds
     is_whole = len(shape) == len(bounds) and all(size % host == 0 for size, host in zip(shape, bounds, strict=True))
     if not is_whole and not (generation.single_host and shape == (1, 1)):

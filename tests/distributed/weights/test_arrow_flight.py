@@ -28,8 +28,8 @@ from marin_rl.distributed.weights.arrow_flight import FlightSource, WeightServer
 from marin_rl.distributed.weights.manifest import (
     Chunk,
     CorruptTransferError,
-    ServerLostError,
     VersionGoneError,
+    WeightServerLostError,
     WrongSecretError,
 )
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
@@ -320,17 +320,17 @@ def test_error_names_address_of_lost_server():
     with serving() as server:
         source = source_of(server)
     message = rf"weight server grpc\+tls://127\.0\.0\.1:{server.port} does not respond"
-    with pytest.raises(ServerLostError, match=message):
+    with pytest.raises(WeightServerLostError, match=message):
         receiver_of(source).newest()
     retry = RetryConfig(first_seconds=1.0, longest_seconds=1.0, give_up_seconds=3.0)
-    with pytest.raises(ServerLostError, match="given up after"):
+    with pytest.raises(WeightServerLostError, match="given up after"):
         receiver_of(source, retry=retry).receive(WEIGHTS)
 
 
 def test_hanging_server_times_out():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"grpc+tls://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ServerLostError, match="does not respond"):
+        with pytest.raises(WeightServerLostError, match="does not respond"):
             receiver_of(FlightSource(address, SECRET, streams=1, call_seconds=0.2)).newest()
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from marin_rl.distributed.weights.fetch import ALIGNMENT, PieceKey, assemble, choose_pieces, target_arrays
 from marin_rl.distributed.weights.manifest import (
+    ArrayPiece,
     Bounds,
     Chunk,
     Manifest,
     MismatchedWeightsError,
-    Piece,
     Snapshot,
     slices_within,
     whole,
@@ -48,12 +48,12 @@ class Hosts:
             Manifest(
                 1,
                 2**20,
-                tuple(Piece(NAME, (6, 4), "float32", bounds) for bounds in held),
+                tuple(ArrayPiece(NAME, (6, 4), "float32", bounds) for bounds in held),
             )
             for held in self.boxes
         ]
 
-    def plan(self, *, cast: bool = False, like=LIKE) -> dict[str, dict[PieceKey, Piece]]:
+    def plan(self, *, cast: bool = False, like=LIKE) -> dict[str, dict[PieceKey, ArrayPiece]]:
         return choose_pieces(target_arrays(like), self.manifests, cast=cast)
 
     def assembled(self, like=LIKE, *, cast: bool = False) -> jax.Array | np.ndarray:
@@ -117,7 +117,7 @@ def test_array_is_assembled_from_any_grid(cut: tuple[tuple[int, ...], list[Bound
     shape, boxes = cut
     full = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     parts = [np.ascontiguousarray(full[slices_within(bounds, whole(shape))]) for bounds in boxes]
-    pieces = [Piece(NAME, shape, dtype, bounds) for bounds in boxes]
+    pieces = [ArrayPiece(NAME, shape, dtype, bounds) for bounds in boxes]
     held = [(piece, part.reshape(-1).view(np.uint8)) for piece, part in zip(pieces, parts, strict=True)]
     target = target_arrays({"w": np.zeros(shape, dtype)})[NAME]
     np.testing.assert_array_equal(assemble(target, held), full)
@@ -139,7 +139,7 @@ def test_array_is_assembled_from_any_partition(boxes: list[list[Bounds]]):
 def test_single_piece_is_not_copied():
     data = aligned(FULL.nbytes)
     data[:] = FULL.reshape(-1).view(np.uint8)
-    piece = Piece(NAME, (6, 4), "float32", whole((6, 4)))
+    piece = ArrayPiece(NAME, (6, 4), "float32", whole((6, 4)))
     array = assemble(target_arrays(LIKE)[NAME], [(piece, data)])
     assert isinstance(array, jax.Array)
     assert array.unsafe_buffer_pointer() == data.ctypes.data
