@@ -97,7 +97,7 @@ class Client:
     def check(self) -> None:
         """Check the journal of a process that has died."""
         journal = Journal(self.folder / ".server/journal")
-        recorded = [(header["seq"], body) for header, body in journal.recover() if header.get("record") == "operation"]
+        recorded = [(header["seq"], body) for header, body in journal.records() if header["record"] == "operation"]
         journal.close()
         operations = dict(recorded)
         assert len(operations) == len(recorded)
