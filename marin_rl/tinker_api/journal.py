@@ -66,6 +66,7 @@ class Journal:
         if (mode := self._pragma("journal_mode = wal")) != "wal":
             raise sqlite3.DatabaseError(f"the file system only allows journal_mode = {mode}")
         self._pragma("synchronous = normal")
+        self._pragma(f"journal_size_limit = {2**24}")
         if is_new:
             with self._db:
                 self._db.execute("BEGIN")
