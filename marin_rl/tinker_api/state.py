@@ -138,7 +138,7 @@ class ServerState:
         `folder` has the checkpoints, the journal and the recovery state; `base` is the model that the trainer has.
 
         Raises:
-            UserError: if another server uses the folder, or if the folder belongs to another base model.
+            UserError: if another server uses the folder, it belongs to another base model, or its journal is damaged.
         """
         self.base, self.hidden = base, folder / ".server"
         self.journal = Journal(self.hidden / "journal")

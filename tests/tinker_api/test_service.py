@@ -6,8 +6,10 @@
 import datetime
 import io
 import json
+import os
 import random
 import socket
+import subprocess
 import tarfile
 import threading
 import time
@@ -727,6 +729,34 @@ def test_a_full_disk_is_one_sentence_with_the_path(
         assert wire.step(model, 4)["weight"] == 0.9 * 9
         assert len([record for record in caplog.records if "'/some/file'" in record.getMessage()]) == len(requests) + 3
         assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_small_disk_that_grows(small_disk: Path) -> None:
+    tokens = [[5] * 3000]
+    with serving(small_disk) as (url, _):
+        wire = Wire(url)
+        model, seq = wire.begin(), 1
+        while (response := wire.forward_backward(model, seq, tokens)).is_success:
+            seq += 1
+        assert response.status_code == 507
+        assert f"'{small_disk}/.server/journal'" in response.json()["error"]["message"]
+        subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+        # The refused number is still free.
+        step = wire.step(model, seq)
+        assert step["weight"] == 0.9 * 9 + 0.5 * gradient(*[fake_loss(tokens)] * (seq - 1))
+    with serving(small_disk) as (url, _):
+        wire = Wire(url)
+        assert wire.result(f"{model}:{seq}")["metrics"] == step
+        assert wire.step(model, seq + 1)["weight"] == 0.9 * step["weight"]
 
 
 def test_results_that_were_read_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
