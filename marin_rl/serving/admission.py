@@ -6,6 +6,7 @@
 import asyncio
 import collections
 import contextlib
+import hmac
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,9 +89,11 @@ def limited_app(
         routes: endpoints; their requests have `state.admit`.
         admission: limits of all requests together, except those for `/health`.
         check: raises `ApiError` if a request with these headers is refused.
-        count: called at the end of a request with its path, status and seconds. The status is 499 if the client
-            disconnected before the end of its response, also of a stream.
+        count: called at the end of a request with its path (`other` if no route has it), status and seconds. The
+            status is 499 if the client disconnected before the end of its response, also of a stream.
     """
+    # Few, whatever paths clients invent.
+    paths = {route.path for route in routes if "{" not in route.path}
     handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, OSError, Exception), error_response)
     app = Starlette(routes=routes, exception_handlers=handlers)
 
@@ -117,9 +120,24 @@ def limited_app(
             status, is_whole = 500, True
             raise
         finally:
-            count(scope["path"], status if is_whole else CLIENT_LEFT, time.monotonic() - start)
+            path = scope["path"] if scope["path"] in paths else "other"
+            count(path, status if is_whole else CLIENT_LEFT, time.monotonic() - start)
 
     return admitted
+
+
+def check_key(given: str, key: str, remedy: str) -> None:
+    """Raise `ApiError` with a remedy unless the header of a request has the API key."""
+    if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        raise ApiError(
+            f"the API key is missing or wrong; {remedy}", status=HTTPStatus.UNAUTHORIZED, code="invalid_api_key"
+        )
+
+
+def check_bearer(headers: Headers, key: str) -> None:
+    """Raise `ApiError` unless a request has the API key as a bearer token."""
+    remedy = "send it as a bearer token (Authorization: Bearer KEY)"
+    check_key(headers.get("authorization", ""), f"Bearer {key}", remedy)
 
 
 def check_host(headers: Headers) -> None:

@@ -7,28 +7,26 @@ Its limits are those of the requests that are in progress together.
 """
 
 import asyncio
-import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
-import prometheus_client as prometheus
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from marin_rl.serving.admission import MAX_BODIES, Admission, check_host, limited_app
+from marin_rl.serving.admission import MAX_BODIES, Admission, check_bearer, check_host, limited_app
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import Engine
+from marin_rl.serving.http_metrics import HttpMetrics
 from marin_rl.serving.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 
 ScorePrompts = Callable[[Sequence[tuple[int, ...]]], list[list[float]]]
 """Returns the log-probabilities of the tokens of each prompt after the first."""
-_PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
 class Server:
@@ -77,29 +75,17 @@ class Server:
                 "bytes of requests": MAX_BODIES * max_body_bytes,
             }
         )
-        self._registry = registry = prometheus.CollectorRegistry()
-        self._requests = prometheus.Counter(
-            "marin_rl_requests", "HTTP requests.", ("path", "status"), registry=registry
-        )
-        self._seconds = prometheus.Histogram(
-            "marin_rl_request_seconds", "Time of an HTTP request.", ("path",), registry=registry
-        )
-        self._prompt_tokens = prometheus.Counter(
-            "marin_rl_prompt_tokens", "Tokens of accepted prompts.", registry=registry
-        )
-        sampled = prometheus.Counter("marin_rl_sampled_tokens", "Tokens of replies.", registry=registry)
-        engine.on_sampled = sampled.inc
-        for name, text, value in (
-            ("sequences", "Sequences that are sampled or wait for a slot.", lambda: engine.in_progress),
-            ("slots", "Sequences that are decoded together.", lambda: engine.num_slots),
-        ):
-            prometheus.Gauge(f"marin_rl_{name}", text, registry=registry).set_function(value)
+        self._metrics = metrics = HttpMetrics()
+        self._count_prompt = metrics.counter("prompt_tokens", "Tokens of accepted prompts.")
+        engine.on_sampled = metrics.counter("sampled_tokens", "Tokens of replies.")
+        metrics.gauge("sequences", "Sequences that are sampled or wait for a slot.", lambda: engine.in_progress)
+        metrics.gauge("slots", "Sequences that are decoded together.", lambda: engine.num_slots)
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
-        routes = [Route("/health", self._health), Route("/metrics", self._show_metrics)]
+        routes = [Route("/health", self._health), Route("/metrics", self._metrics.show)]
         routes += self._endpoints.routes("", lambda request: self)
-        return limited_app(routes, self._admission, self._check_client, self._count)
+        return limited_app(routes, self._admission, self._check_client, self._metrics.count)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` if the server has no model of this name."""
@@ -113,7 +99,7 @@ class Server:
 
     async def admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
         """Count the tokens of an accepted request."""
-        self._prompt_tokens.inc(num_prompt_tokens)
+        self._count_prompt(num_prompt_tokens)
 
     async def refuse(self, error: ApiError) -> None:
         """Do nothing."""
@@ -131,32 +117,13 @@ class Server:
     def discard(self, response_id: str, num_sent: int) -> None:
         """Do nothing."""
 
-    def _count(self, path: str, status: int, seconds: float) -> None:
-        # Few labels, whatever paths clients invent.
-        path = path if path in _PATHS else "other"
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
-
     async def _health(self, request: Request) -> Response:
         if self._engine.failure is not None:
             raise ApiError(f"the sampler failed: {self._engine.failure}", status=HTTPStatus.SERVICE_UNAVAILABLE)
         return json_response({"status": "ok", "model": self.model})
 
-    async def _show_metrics(self, request: Request) -> Response:
-        return Response(prometheus.generate_latest(self._registry), media_type=prometheus.CONTENT_TYPE_LATEST)
-
     def _check_client(self, headers: Headers) -> None:
         if self._key is not None:
-            check_key(headers, self._key)
+            check_bearer(headers, self._key)
             return
         check_host(headers)
-
-
-def check_key(headers: Headers, key: str) -> None:
-    """Raise `ApiError` unless a request has the API key."""
-    if not hmac.compare_digest(headers.get("authorization", "").encode("latin-1"), f"Bearer {key}".encode()):
-        raise ApiError(
-            "the API key is missing or wrong; send it as a bearer token (Authorization: Bearer KEY)",
-            status=HTTPStatus.UNAUTHORIZED,
-            code="invalid_api_key",
-        )

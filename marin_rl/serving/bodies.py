@@ -7,9 +7,10 @@ import errno
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pydantic
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from marin_rl.utils.errors import storable
 
+ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 logger = logging.getLogger(__name__)
 
 MAX_VALUES = 2**17
@@ -102,6 +104,21 @@ def read_object(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON {type(body).__name__}; it must be an object")
     return body
+
+
+def validate(model: type[ModelT], values: Mapping[str, Any], status: int = HTTPStatus.BAD_REQUEST) -> ModelT:
+    """Validate the values of a body.
+
+    Raises:
+        ApiError: with a status, naming the first invalid field.
+    """
+    try:
+        return model.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ApiError(f"{name}: {message}" if name else message, status=status, param=name) from error
 
 
 def read_value(data: bytes, what: str, param: str | None) -> Any:

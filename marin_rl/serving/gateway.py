@@ -20,8 +20,7 @@ from starlette.types import ASGIApp
 from marin_rl.environments.base import AgentConnection
 from marin_rl.rollouts.agent_recorder import AgentLimitError, AgentRecorder, EpisodeEndedError, Served, notice_leaving
 from marin_rl.rollouts.attempt import Limits
-from marin_rl.serving.admission import MAX_BODIES, Admission, limited_app
-from marin_rl.serving.app import check_key
+from marin_rl.serving.admission import MAX_BODIES, Admission, check_bearer, limited_app
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response
 from marin_rl.serving.endpoints import Endpoints
 from marin_rl.serving.engine import EngineRequest
@@ -174,7 +173,7 @@ class Gateway:
         episode = self._episodes.get(request.path_params["id"])
         if episode is None:
             raise ApiError("the episode has ended, or never began", status=HTTPStatus.NOT_FOUND)
-        check_key(request.headers, episode.key)
+        check_bearer(request.headers, episode.key)
         return episode
 
     async def _reward(self, request: Request) -> Response:

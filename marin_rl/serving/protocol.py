@@ -17,7 +17,7 @@ from marin_rl.environments.tools import describe_schemas
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
 from marin_rl.sampling.config import MIN_TEMPERATURE
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.serving.bodies import ApiError, read_value
+from marin_rl.serving.bodies import ApiError, read_value, validate
 from marin_rl.serving.engine import EngineRequest
 from marin_rl.types import Message
 from marin_rl.utils.seeds import derive_seed
@@ -263,13 +263,7 @@ def parse_body(body_class: type[BodyT], body: Mapping[str, Any]) -> BodyT:
     for name, part_class in (("sampling_params", GenerateParams), ("stream_options", StreamOptions)):
         if isinstance(part := values.get(name), Mapping):
             values[name] = _known(part, part_class, f"{name}.")
-    try:
-        return body_class.model_validate(values)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"]) or None
-        message = first["msg"].removeprefix("Value error, ")
-        raise ApiError(f"{name}: {message}" if name else message, param=name) from error
+    return validate(body_class, values)
 
 
 def _known(body: Mapping[str, Any], body_class: type[pydantic.BaseModel], prefix: str) -> dict[str, Any]:

@@ -4,21 +4,20 @@
 """The HTTP application of the Tinker protocol, as the SDK from 0.25 to 0.38 speaks it."""
 
 import asyncio
-import hmac
 import zlib
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-import prometheus_client as prometheus
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from marin_rl.serving.admission import Admission, check_host, limited_app, read_body
+from marin_rl.serving.admission import Admission, check_host, check_key, limited_app, read_body
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response, read_object
+from marin_rl.serving.http_metrics import HttpMetrics
 from marin_rl.tinker_api import requests
 from marin_rl.tinker_api.checkpoint_endpoints import ARCHIVE, CheckpointEndpoints, Handler, lora_fields, refusals
 from marin_rl.tinker_api.checkpoints import ServedModel
@@ -64,14 +63,8 @@ class TinkerApp:
             client_seconds: maximum time in which a client sends the body of a request.
         """
         self._service, self._base, self._key, self._client_seconds = service, base, key, client_seconds
-        self._registry = registry = prometheus.CollectorRegistry()
-        self._requests = prometheus.Counter(
-            "marin_rl_requests", "HTTP requests.", ("path", "status"), registry=registry
-        )
-        self._seconds = prometheus.Histogram(
-            "marin_rl_request_seconds", "Time of an HTTP request.", ("path",), registry=registry
-        )
-        service.on_sampled = prometheus.Counter("marin_rl_sampled_tokens", "Tokens of samples.", registry=registry).inc
+        self._metrics = HttpMetrics()
+        service.on_sampled = self._metrics.counter("sampled_tokens", "Tokens of samples.")
         for name, text in (
             ("waiting_samples", "Requests that wait for samples."),
             ("waiting_operations", "Training operations that have not run."),
@@ -79,9 +72,7 @@ class TinkerApp:
             ("journal_bytes", "Bytes of the journal."),
             ("programs", "Compiled programs of training and scoring."),
         ):
-            gauge = prometheus.Gauge(f"marin_rl_tinker_{name}", text, registry=registry)
-            gauge.set_function(lambda name=name: service.counts()[name])
-        self._paths = set[str]()
+            self._metrics.gauge(f"tinker_{name}", text, lambda name=name: service.counts()[name])
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
@@ -110,15 +101,14 @@ class TinkerApp:
         }
         saved = CheckpointEndpoints(self._service, self._values, self._check_key)
         routes = [
-            Route("/metrics", self._keyed(self._metrics)),
+            Route("/metrics", self._keyed(self._metrics.show)),
             Route(f"{PREFIX}/{ARCHIVE}", saved.archive),
         ]
         for method, handlers in (("POST", posts), ("GET", gets), *saved.handlers().items()):
             for path, handler in handlers.items():
                 routes.append(Route(f"{PREFIX}/{path}", self._keyed(handler), methods=[method]))
-        self._paths = {route.path for route in routes if "{" not in route.path}
         admission = Admission({"requests": _MAX_REQUESTS, "bytes of requests": _MAX_BYTES})
-        return limited_app(routes, admission, self._check_client, self._count)
+        return limited_app(routes, admission, self._check_client, self._metrics.count)
 
     def _check_client(self, headers: Headers) -> None:
         if self._key is None:
@@ -132,19 +122,9 @@ class TinkerApp:
         return handle
 
     def _check_key(self, request: Request) -> None:
-        given = request.headers.get("x-api-key", "").encode("latin-1")
-        if self._key is not None and not hmac.compare_digest(given, self._key.encode()):
-            raise ApiError(
-                "the API key is missing or wrong; set TINKER_API_KEY to the server's key",
-                status=HTTPStatus.UNAUTHORIZED,
-                code="invalid_api_key",
-            )
-
-    def _count(self, path: str, status: int, seconds: float) -> None:
-        # Few labels, whatever paths clients invent.
-        path = path if path in self._paths else "other"
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
+        if self._key is not None:
+            remedy = "set TINKER_API_KEY to the server's key"
+            check_key(request.headers.get("x-api-key", ""), self._key, remedy)
 
     # Reading and answering.
 
@@ -177,9 +157,6 @@ class TinkerApp:
         if (failure := self._service.failure) is not None:
             raise ApiError(f"the trainer failed: {failure}", status=HTTPStatus.SERVICE_UNAVAILABLE)
         return json_response({"status": "ok"})
-
-    async def _metrics(self, request: Request) -> Response:
-        return Response(prometheus.generate_latest(self._registry), media_type=prometheus.CONTENT_TYPE_LATEST)
 
     async def _capabilities(self, request: Request) -> Response:
         context = {} if self._base.max_context is None else {"max_context_length": self._base.max_context}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from annotated_types import Ge, Gt, Le
 
-from marin_rl.serving.bodies import ApiError
+from marin_rl.serving.bodies import validate
 from marin_rl.tinker_api.records import MAX_TOPK, AdamParams, ModelSpec, RequestError, SampleParams
 
 MAX_SAMPLES = 1024
@@ -286,20 +286,8 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse_body(body_class: type[BodyT], values: Mapping[str, Any]) -> BodyT:
-    """Validate a body.
-
-    Raises:
-        ApiError: with status 422, naming the first invalid field.
-    """
-    try:
-        return body_class.model_validate(values)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ApiError(
-            f"{name}: {message}" if name else message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param=name or None
-        ) from error
+    """Validate a body. Raise `ApiError` with status 422, naming the first invalid field."""
+    return validate(body_class, values, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
 def canonical_json(values: Mapping[str, Any]) -> bytes:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from marin_rl.serving.bodies import ApiError
 from marin_rl.tinker_api import requests
 from marin_rl.tinker_api.checkpoints import ServedModel
+from marin_rl.tinker_api.journal import RecordedError
 from marin_rl.tinker_api.records import ModelSpec, RequestError, Trainer
 from marin_rl.tinker_api.state import Model, Promise, Sampler, ServerState, Session
 from marin_rl.tinker_api.trainer_thread import EPHEMERAL_SAMPLERS, Limits, TrainerThread
@@ -391,7 +392,10 @@ class Service:
             raise _busy(f"results of {self._state.result_bytes} bytes are kept")
 
     def _accept(self, header: Mapping[str, Any], body: bytes) -> Promise:
-        position = self._state.record(header, body)
+        try:
+            position = self._state.record(header, body)
+        except RecordedError as error:
+            raise ApiError(f"{header['id']!r} was done earlier, and its result is no longer kept") from error
         promise = self._state.promises[header["id"]]
         promise.position = position
         return promise

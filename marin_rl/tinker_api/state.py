@@ -11,9 +11,9 @@ Why a kill at any moment neither loses nor doubles a gradient:
 - The state is a function of the records in their order: `_apply` makes the same changes when a request arrives and when
   the journal is read. Decisions that depend on the time, such as the end of a silent session, are records.
 - A model's operations run one by one in the order of `seq_id`, so its weights are a function of the operations before.
-  A recovery state is the weights after a number of operations. One rename replaces the journal by one whose head names
-  the new state and this number, and which still has all later operations. Before the rename the old journal names the
-  old state; a folder that the journal does not name is deleted at the start.
+  A recovery state is the weights after a number of operations, in a folder that a record names when it is complete.
+  The former folder and the records of these operations are deleted later. A folder that the newest such record does
+  not name is deleted at the start.
 - At the start the trainer loads the state and runs the later operations once. Results in the journal are kept: an
   operation that failed is skipped, as it changed nothing; so is one that only wrote a checkpoint. Operations that read
   a checkpoint, which might change later, are followed by a recovery state at once.
@@ -27,13 +27,13 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from marin_rl.tinker_api import checkpoints
 from marin_rl.tinker_api.checkpoints import Checkpoints, ServedModel
-from marin_rl.tinker_api.journal import Journal, Record
+from marin_rl.tinker_api.journal import Journal, RecordedError
 from marin_rl.tinker_api.records import ModelSpec
 from marin_rl.tinker_api.requests import canonical_json
 from marin_rl.utils.errors import UserError
@@ -138,7 +138,7 @@ class ServerState:
         `folder` has the checkpoints, the journal and the recovery state; `base` is the model that the trainer has.
 
         Raises:
-            UserError: if another server uses the folder, or if the folder belongs to another base model.
+            UserError: if another server uses the folder, it belongs to another base model, or its journal is damaged.
         """
         self.base, self.hidden = base, folder / ".server"
         self.journal = Journal(self.hidden / "journal")
@@ -156,10 +156,9 @@ class ServerState:
         """Samples by their weights, in the order of arrival."""
         self.tasks: collections.deque[Callable[[], None]] = collections.deque()
         """Run by the trainer's thread between operations."""
-        self.recovery: dict[str, Any] | None = None
-        """The recovery state: `folder`, `model`, and the model's `next`."""
-        self.num_recoveries = 0
-        self.waiting_bytes = self.result_bytes = self.compacted = 0
+        self.recovery: Mapping[str, Any] | None = None
+        """The record of the recovery state: its folder is the `id`; `model`, and the model's `next`."""
+        self.waiting_bytes = self.result_bytes = 0
         self.is_closing = False
         try:
             self._recover()
@@ -168,79 +167,40 @@ class ServerState:
             raise
 
     def _recover(self) -> None:
-        records = list(self.journal.recover())
-        if not records:
-            self.journal.rewrite(Record(self._head()), 0, lambda header: True)
-            return
-        head = records[0].header
-        if head["fingerprint"] != self.base.fingerprint:
-            raise UserError(
-                f"{str(self.hidden.parent)!r} belongs to another base model, with fingerprint {head['fingerprint']}, "
-                f"not {self.base.fingerprint}; start the server with that model, or choose another folder"
-            )
-        self.recovery, self.num_recoveries = head["state"], head["states"]
-        for values in head["sessions"]:
-            self.sessions[values["id"]] = Session(**values, seen=time.monotonic())
-        for values in head["samplers"]:
-            self._add_sampler(values)
-        for values in head["models"]:
-            spec = values.pop("spec")
-            self.models[values["id"]] = Model(**values, spec=spec and ModelSpec(**spec))
-        for header, body in records[1:]:
+        with contextlib.suppress(RecordedError):
+            self.journal.append({"record": "base", "id": "", "fingerprint": self.base.fingerprint})
+        for header, body in self.journal.records():
             self._apply(header, body, 0)
         for sampler in list(self.samplers.values()):
             if sampler.folder is not None and not sampler.folder.exists():
                 del self.samplers[sampler.id]
-        named = None if self.recovery is None else self.recovery["folder"]
+        named = None if self.recovery is None else self.recovery["id"]
         for folder in self.hidden.glob("state-*"):
             if folder.name != named:
                 shutil.rmtree(folder)
 
-    def _head(self) -> dict[str, Any]:
-        """Return the first record of a journal, which replaces the former ones that are not kept."""
-        kept = {promise.session for promise in self.promises.values()}
-        kept |= {model.session for model in self.models.values()}
-        sessions = [one for one in self.sessions.values() if not one.is_ended or one.id in kept]
-        state_model = None if self.recovery is None else self.models.get(self.recovery["model"])
-        models = [] if state_model is None else [state_model]
-        return {
-            "fingerprint": self.base.fingerprint,
-            "state": self.recovery,
-            "states": self.num_recoveries,
-            "sessions": [
-                {name: getattr(one, name) for name in ("id", "key", "metadata", "display_name", "is_ended")}
-                for one in sessions
-            ],
-            "samplers": [self._sampler_record(one) for one in self.samplers.values()],
-            "models": [
-                {
-                    "id": one.id,
-                    "session": one.session,
-                    "base_model": one.base_model,
-                    "spec": one.spec and dataclasses.asdict(one.spec),
-                    "metadata": one.metadata,
-                    "next": self.recovery["next"] if self.recovery else 0,
-                    "is_ending": one.is_ending,
-                }
-                for one in models
-            ],
-        }
-
     def record(self, header: Mapping[str, Any], body: bytes = b"") -> int:
         """Write a record and make its changes; return its position in the journal."""
-        position = self.journal.append(header, body)
+        # The SDK may use the id of a sampler again, for other weights.
+        position = self.journal.append(header, body, replace=header["record"] == "sampler")
         self._apply(header, body, position)
         self.wake.notify_all()
         return position
 
     def _apply(self, header: Mapping[str, Any], body: bytes, position: int) -> None:
         match header["record"]:
+            case "base":
+                if (found := header["fingerprint"]) != self.base.fingerprint:
+                    raise UserError(
+                        f"{str(self.hidden.parent)!r} belongs to another base model, with fingerprint {found}, not "
+                        f"{self.base.fingerprint}; start the server with that model, or choose another folder"
+                    )
             case "session":
                 fields = ("id", "key", "metadata", "display_name")
                 session = Session(**{name: header[name] for name in fields}, seen=time.monotonic())
                 self.sessions[session.id] = session
             case "end":
-                self._end(header["session"])
+                self._end(header["id"])
             case "operation":
                 self._add_operation(header, body, position)
             case "refused":
@@ -256,6 +216,19 @@ class ServerState:
             case "result":
                 promise = self.promises.get(header["id"]) or self._promise(header, b"", 0)
                 self._set_result(promise, header["form"], body)
+            case "recovery":
+                self._set_recovery(header)
+
+    def _set_recovery(self, header: Mapping[str, Any]) -> None:
+        self.recovery, model = header, self.models[header["model"]]
+        model.base_model, model.spec, model.next = header["base_model"], ModelSpec(**header["spec"]), header["next"]
+        model.skipped = {seq for seq in model.skipped if seq >= model.next}
+        for seq in [seq for seq in model.queue if seq < model.next]:
+            promise = model.queue.pop(seq)
+            if promise.result is None:
+                # Dropped, or never recorded.
+                self._drop_promise(promise)
+            promise.body = b""
 
     def _promise(self, header: Mapping[str, Any], body: bytes, position: int) -> Promise:
         id = header["id"]
@@ -301,13 +274,6 @@ class ServerState:
         )
         self.samplers[sampler.id] = sampler
         return sampler
-
-    def _sampler_record(self, sampler: Sampler) -> dict[str, Any]:
-        ephemeral = None
-        if sampler.folder is not None and sampler.is_ephemeral:
-            ephemeral = (sampler.folder.parent.parent.name, int(sampler.folder.name.rpartition("-")[2]))
-        names = {name: getattr(sampler, name) for name in ("id", "session", "base_model", "model_path")}
-        return {"record": "sampler", **names, "ephemeral": ephemeral}
 
     def _set_result(self, promise: Promise, form: str, result: bytes) -> None:
         if promise.result is None:
@@ -356,7 +322,7 @@ class ServerState:
         with self.lock:
             if id not in self.sessions or self.sessions[id].is_ended:
                 return
-            self.record({"record": "end", "session": id})
+            self.record({"record": "end", "id": id})
             for promise in list(self.promises.values()):
                 if promise.session == id and promise.kind == "sample":
                     self.fail(promise, "the session has ended")
@@ -368,11 +334,13 @@ class ServerState:
         """Drop results that clients have read, the oldest first, until all results have at most `most` bytes."""
         queued = {promise.id for model in self.models.values() for promise in model.queue.values()}
         read = [one for one in self.promises.values() if one.delivered is not None and one.id not in queued]
+        forgotten, left = [], self.result_bytes
         for promise in sorted(read, key=lambda one: one.delivered or 0.0):
-            if self.result_bytes <= most:
-                return
-            del self.promises[promise.id]
-            self.result_bytes -= len(promise.result or b"")
+            if left <= most:
+                break
+            forgotten.append(promise)
+            left -= len(promise.result or b"")
+        self.forget(forgotten)
 
     def living_sessions(self) -> list[Session]:
         """Return the sessions that have not ended, the newest first."""
@@ -393,33 +361,45 @@ class ServerState:
         """Return the model that is trained."""
         return next(iter(self.models.values()), None)
 
-    def compact(self) -> None:
-        """Rewrite the journal without the records that nobody needs."""
-        with self.lock:
-            head, size = self._head(), self.journal.size
-            sessions = {model.session for model in self.models.values()}
-            first = dict.fromkeys(self.models, 0)
-            if self.recovery is not None:
-                first[self.recovery["model"]] = self.recovery["next"]
-            unfinished = {id for id, one in self.promises.items() if one.result is None}
-            kept = set(self.promises)
+    def forget(self, promises: Collection[Promise] = ()) -> None:
+        """Drop promises, and delete all records that nobody needs. Call it under `lock`.
 
-        def keep(header: Mapping[str, Any]) -> bool:
-            kind, id = header.get("record"), header.get("id", "")
+        Raises:
+            OSError: if they cannot be deleted; no promise is dropped.
+        """
+        kept = self.promises.keys() - {promise.id for promise in promises}
+        unfinished = {id for id in kept if self.promises[id].result is None}
+        sessions = {session.id for session in self.living_sessions()}
+        sessions |= {self.promises[id].session for id in kept} | {model.session for model in self.models.values()}
+        first = dict.fromkeys(self.models, 0)
+        if self.recovery is not None:
+            first[self.recovery["model"]] = self.recovery["next"]
+
+        def keep(kind: str, id: str) -> bool:
             model, _, seq = id.rpartition(":")
-            is_later = seq.isdecimal() and model in first and int(seq) >= first[model]
-            if kind == "end":
-                return header["session"] in sessions
-            if kind == "unload":
-                return header["model"] in first
-            if kind == "operation":
-                return is_later
-            if kind in ("result", "refused"):
-                return is_later or id in kept
-            return kind == "sample" and id in unfinished
+            is_later = model in first and seq.isdecimal() and int(seq) >= first[model]
+            return {
+                "base": True,
+                "session": id in sessions,
+                "end": id in sessions,
+                "sampler": id in self.samplers,
+                "recovery": self.recovery is not None and id == self.recovery["id"],
+                # The first one creates the model.
+                "operation": is_later or (model in first and seq == "0"),
+                "unload": model in first,
+                "sample": id in unfinished,
+                "result": is_later or id in kept,
+                "refused": is_later or id in kept,
+            }[kind]
 
-        self.journal.rewrite(Record(head), size, keep)
-        self.compacted = self.journal.size
+        self.journal.prune(keep)
+        for promise in promises:
+            self._drop_promise(promise)
+
+    def _drop_promise(self, promise: Promise) -> None:
+        del self.promises[promise.id]
+        self.result_bytes -= len(promise.result or b"")
+        self.waiting_bytes -= len(promise.body) if promise.result is None else 0
 
 
 def error_body(message: str, category: str) -> bytes:

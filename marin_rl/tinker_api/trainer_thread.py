@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import logging
+import secrets
 import shutil
 import threading
 import time
@@ -21,6 +22,7 @@ from marin_rl.tinker_api.messages import read_forward_backward, write_outputs, w
 from marin_rl.tinker_api.records import RequestError, SampleJob, SampleOutputs, Trainer
 from marin_rl.tinker_api.state import Model, Promise, ServerState, error_body
 from marin_rl.utils.errors import UserError, describe
+from marin_rl.utils.storage import sync
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +31,6 @@ EPHEMERAL_SAMPLERS = 8
 _FORGET_SECONDS = 24 * 3600.0
 """Seconds without a sign of its client after which a session ends, even if nobody else needs the server."""
 _SWEEP_SECONDS = 30.0
-_COMPACT_BYTES = 2**26
-"""Growth after which a journal is rewritten without a new recovery state."""
 _WRITES = ("save_weights", "save_weights_for_sampler")
 
 
@@ -104,7 +104,7 @@ class TrainerThread:
         if recovery is not None and (model := self.state.models.get(recovery["model"])) is not None:
             assert model.spec is not None
             self._trainer.create(model.spec)
-            self._trainer.load(self.state.hidden / recovery["folder"], optimizer=True)
+            self._trainer.load(self.state.hidden / recovery["id"], optimizer=True)
             model.is_loaded = True
         while not self.state.is_closing and self._train():
             pass
@@ -277,37 +277,45 @@ class TrainerThread:
             self._trainer.unload()
         with self.state.lock:
             del self.state.models[model.id]
+            former, self.state.recovery = self.state.recovery, None
         if model.unload is not None:
             self.state.finish(model.unload, "json", requests.canonical_json({"model_id": model.id}))
-        former, self.state.recovery = self.state.recovery, None
-        try:
-            self.state.compact()
-        except OSError as error:
-            # The longer journal remains valid, and names the recovery state.
-            logger.warning("cannot shorten the journal: %s", error)
-            return
-        if former is not None:
-            shutil.rmtree(self.state.hidden / former["folder"], ignore_errors=True)
+        self._forget(former)
 
     def _save_state(self, model: Model) -> None:
-        """Write a recovery state, and drop the records that it replaces."""
-        self.state.num_recoveries += 1
-        folder = self.state.hidden / f"state-{self.state.num_recoveries:08d}"
+        """Write a recovery state, and drop what it replaces."""
+        assert model.spec is not None
         former = self.state.recovery
+        folder = self.state.hidden / f"state-{secrets.token_hex(4)}"
+        record = {"record": "recovery", "id": folder.name, "model": model.id, "next": model.next}
         try:
             self._trainer.save(folder)
             sync_folder(folder)
-            self.state.recovery = {"folder": folder.name, "model": model.id, "next": model.next}
-            self.state.compact()
+            sync(folder.parent)
+            with self.state.lock:
+                spec = dataclasses.asdict(model.spec)
+                position = self.state.record({**record, "spec": spec, "base_model": model.base_model})
         except (OSError, RequestError) as error:
-            # The former state and the longer journal remain valid.
+            # The former state and the records since remain valid.
             logger.warning("cannot write the recovery state: %s", error)
-            self.state.recovery = former
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            if former is not None:
-                shutil.rmtree(self.state.hidden / former["folder"], ignore_errors=True)
+            self.state.journal.sync(position)
+            self._forget(former)
         self._unsaved = 0.0
+
+    def _forget(self, recovery: Mapping[str, Any] | None) -> None:
+        """Delete a recovery state that was replaced, and all records that nobody needs."""
+        try:
+            with self.state.lock:
+                self.state.forget()
+            self.state.journal.sync(self.state.journal.position)
+        except OSError as error:
+            # The records remain valid, and may name the recovery state.
+            logger.warning("cannot shorten the journal: %s", error)
+            return
+        if recovery is not None:
+            shutil.rmtree(self.state.hidden / recovery["id"], ignore_errors=True)
 
     def _sample(self) -> bool:
         """Sample for the requests to the weights that waited longest."""
@@ -358,19 +366,6 @@ class TrainerThread:
             return
         self._swept = now
         with self.state.lock:
-            queued = {promise.id for model in self.state.models.values() for promise in model.queue.values()}
-            living = {session.id for session in self.state.living_sessions()}
-            for promise in list(self.state.promises.values()):
-                # After a restart, nobody may ask for a sample again.
-                is_forgotten = promise.kind == "sample" and not promise.is_waiting and promise.session not in living
-                if promise.id in queued or (promise.result is None and not is_forgotten):
-                    continue
-                is_unread = promise.delivered is None and promise.session in living
-                kept = self._limits.unread if is_unread else self._limits.retained
-                if now - (promise.delivered or promise.finished or promise.created) > kept:
-                    del self.state.promises[promise.id]
-                    self.state.result_bytes -= len(promise.result or b"")
-                    self.state.waiting_bytes -= 0 if promise.result else len(promise.body)
             for session in self.state.living_sessions():
                 if now - session.seen > _FORGET_SECONDS:
                     self.state.end_session(session.id)
@@ -378,8 +373,24 @@ class TrainerThread:
                 self._skip_gap(model, now)
         self._sweep_samplers()
         self.state.checkpoints.delete_expired()
-        if self.state.journal.size > self.state.compacted + _COMPACT_BYTES:
-            self.state.compact()
+        with self.state.lock:
+            self.state.forget(self._old_promises(now))
+
+    def _old_promises(self, now: float) -> list[Promise]:
+        """Return the promises whose results nobody reads any more."""
+        queued = {promise.id for model in self.state.models.values() for promise in model.queue.values()}
+        living = {session.id for session in self.state.living_sessions()}
+        found = []
+        for promise in self.state.promises.values():
+            # After a restart, nobody may ask for a sample again.
+            is_forgotten = promise.kind == "sample" and not promise.is_waiting and promise.session not in living
+            if promise.id in queued or (promise.result is None and not is_forgotten):
+                continue
+            is_unread = promise.delivered is None and promise.session in living
+            kept = self._limits.unread if is_unread else self._limits.retained
+            if now - (promise.delivered or promise.finished or promise.created) > kept:
+                found.append(promise)
+        return found
 
     def _skip_gap(self, model: Model, now: float) -> None:
         """Refuse operations that have waited too long for an earlier one, and the missing ones."""
@@ -388,7 +399,7 @@ class TrainerThread:
         if now - max(model.advanced, min(one.created for one in model.queue.values())) < self._limits.gap:
             return
         message = f"the operation {model.next} did not arrive within {self._limits.gap:g} seconds"
-        for seq in range(model.next, max(model.queue) + 1):
+        for seq in sorted({*range(model.next, max(model.queue) + 1)} - model.skipped):
             promise = model.queue.get(seq)
             names = {"id": f"{model.id}:{seq}", "kind": "refused", "digest": promise.digest if promise else ""}
             names |= {"session": model.session, "model": model.id}

@@ -3,10 +3,13 @@
 
 """A server that is killed again and again computes what one that is never killed computes."""
 
+import contextlib
 import itertools
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,14 +20,106 @@ from typing import Any
 import numpy as np
 import pytest
 
-from marin_rl.tinker_api.messages import message_class, read_forward_backward, write_outputs
+from marin_rl.tinker_api.journal import Journal
+from marin_rl.tinker_api.messages import (
+    canonical_bytes,
+    message_class,
+    parse_forward_backward,
+    read_forward_backward,
+    write_outputs,
+)
 from marin_rl.tinker_api.records import AdamParams, ModelSpec
 from tests.free_port import free_port
 from tests.tinker_api.fake_trainer import FakeTrainer
+from tests.tinker_api.killed_service import SOCKET, SPEC
 from tests.tinker_api.wire import Wire, body
 
 KILLS = 20
 RATE = 0.25
+WINDOW = 12
+"""Number of operations without an answer."""
+
+
+class Client:
+    """Sends gradients to the processes of `killed_service`, one after the other."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.model, self.random = folder, "", random.Random(seed)
+        self.sent: dict[int, bytes] = {}
+        self.answered: set[int] = set()
+        self.result: dict[str, Any] = {}
+        command = [sys.executable, "-m", "tests.tinker_api.killed_service", str(folder)]
+        self.program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, name: str, number: int, seconds: float, count: int) -> int:
+        """Send up to `count` operations and a step to a process that may die; return its exit status."""
+        assert self.program.stdin is not None
+        assert self.program.stdout is not None
+        address = self.folder / SOCKET
+        address.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen()
+            print(json.dumps([name, number, seconds]), file=self.program.stdin, flush=True)
+            with listener.accept()[0] as connection, contextlib.suppress(ConnectionError):
+                self._exchange(connection, count)
+        return int(self.program.stdout.readline())
+
+    def _exchange(self, connection: socket.socket, count: int) -> None:
+        replies = connection.makefile("rb")
+        if not (model := replies.readline().decode().strip()):
+            return
+        assert self.model in ("", model)
+        self.model = model
+        waiting = list(self.sent.keys() - self.answered)
+        while len(self.answered) < count:
+            while len(self.sent) < min(count, len(self.answered) + WINDOW):
+                seq = len(self.sent) + 1
+                tokens = [[seq % 91, *self.random.choices(range(99), k=self.random.choice([1, 30, 30, 3000, 20_000]))]]
+                self.sent[seq] = canonical_bytes(parse_forward_backward(body(self.model, seq, tokens)))
+                waiting.append(seq)
+            self.random.shuffle(waiting)
+            while waiting:
+                line = f"{waiting[-1]} forward_backward {self.sent[waiting.pop()].hex()}\n".encode()
+                # The last answers of a dead process can still be read.
+                with contextlib.suppress(ConnectionError):
+                    # Some requests are repeated at once, as if their promises were lost.
+                    connection.sendall(line * self.random.choice([1, 1, 2]))
+            if not (reply := replies.readline()).endswith(b"\n"):
+                return
+            self.answered.add(int(reply))
+        step = json.dumps({"model_id": self.model, "seq_id": count + 1, "adam_params": {"learning_rate": RATE}})
+        connection.sendall(f"{count + 1} optim_step {step.encode().hex()}\n".encode())
+        while not (reply := replies.readline()).startswith(b"{"):
+            assert reply
+        self.result = json.loads(reply)
+
+    def check(self) -> None:
+        """Check the journal of a process that has died."""
+        journal = Journal(self.folder / ".server/journal")
+        recorded = [(header["seq"], body) for header, body in journal.records() if header["record"] == "operation"]
+        journal.close()
+        operations = dict(recorded)
+        assert len(operations) == len(recorded)
+        assert self.answered <= operations.keys() <= {0, *self.sent}
+        assert all(body == self.sent.get(seq, body) for seq, body in recorded)
+
+
+def test_answered_operations_are_recorded_once(tmp_path: Path) -> None:
+    client, generator = Client(tmp_path, 0), random.Random(0)
+    with client.program:
+        for kill in range(KILLS):
+            event, seconds = ("append", "answer")[kill % 2], 10 ** generator.uniform(-5, -2)
+            status = client.run(event, generator.randrange(1, 30), seconds, 10**6)
+            assert status == -signal.SIGKILL
+            client.check()
+        count = len(client.sent) + WINDOW
+        assert client.run("append", 0, 0.0, count) == 0
+    trainer = FakeTrainer()
+    trainer.create(SPEC)
+    for seq in range(1, count + 1):
+        trainer.forward_backward(read_forward_backward(client.sent[seq]))
+    assert client.result == {"metrics": trainer.optim_step(AdamParams(RATE))}
 
 
 class Training:

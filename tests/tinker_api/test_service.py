@@ -6,8 +6,10 @@
 import datetime
 import io
 import json
+import os
 import random
 import socket
+import subprocess
 import tarfile
 import threading
 import time
@@ -96,6 +98,10 @@ def test_a_repetition_may_have_another_number_of_its_sampling_session(wire: Wire
     assert wire.weight(f"{session}:sample:0") == 9
     other = wire.ask("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})
     assert other.status_code == 400
+    # A number that the session has replaces its sampler.
+    wire.post("create_sampling_session", session_id=session, sampling_session_seq_id=2, base_model="base")
+    wire.result(wire.operate("save_weights_for_sampler", model, 2, sampling_session_seq_id=2))
+    assert wire.weight(f"{session}:sample:2") == 9
 
 
 def test_forward_leaves_the_gradient(wire: Wire) -> None:
@@ -277,6 +283,7 @@ def test_operations_do_not_wait_forever_for_a_lost_one(tmp_path: Path, monkeypat
     with serving(tmp_path, limits=Limits(gap=0.3)) as (url, _):
         wire = Wire(url)
         model = wire.begin()
+        assert wire.forward_backward(model, 2, [[9]], loss="gspo").status_code == 400
         id = wire.forward_backward(model, 3, [[9]]).json()["request_id"]
         assert "operation 1" in wire.result(id)["error"]
         assert wire.step(model, 4)["weight"] == 0.9 * 9
@@ -658,7 +665,7 @@ def test_a_full_disk_ends_neither_training_nor_sampling(tmp_path: Path, monkeypa
         before = wire.step(model, 1)
         with monkeypatch.context() as patched:
             # Recovery states, shorter journals, descriptions of runs, and the deletion of old weights.
-            patched.setattr(Journal, "rewrite", fail)
+            patched.setattr(Journal, "prune", fail)
             patched.setattr(service.checkpoints, "write_run", fail)
             patched.setattr(service.checkpoints, "delete_ephemeral", fail)
             assert wire.step(model, 2)["weight"] == 0.9 * before["weight"]
@@ -724,6 +731,34 @@ def test_a_full_disk_is_one_sentence_with_the_path(
         assert not any(record.exc_info for record in caplog.records)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_small_disk_that_grows(small_disk: Path) -> None:
+    tokens = [[5] * 3000]
+    with serving(small_disk) as (url, _):
+        wire = Wire(url)
+        model, seq = wire.begin(), 1
+        while (response := wire.forward_backward(model, seq, tokens)).is_success:
+            seq += 1
+        assert response.status_code == 507
+        assert f"'{small_disk}/.server/journal'" in response.json()["error"]["message"]
+        subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+        # The refused number is still free.
+        step = wire.step(model, seq)
+        assert step["weight"] == 0.9 * 9 + 0.5 * gradient(*[fake_loss(tokens)] * (seq - 1))
+    with serving(small_disk) as (url, _):
+        wire = Wire(url)
+        assert wire.result(f"{model}:{seq}")["metrics"] == step
+        assert wire.step(model, seq + 1)["weight"] == 0.9 * step["weight"]
+
+
 def test_results_that_were_read_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path) as (url, service):
         wire = Wire(url)
@@ -741,6 +776,8 @@ def test_results_that_were_read_make_room_for_others(tmp_path: Path, monkeypatch
         # The oldest are dropped, and no more than needed.
         assert statuses == sorted(statuses, reverse=True)
         assert statuses[0] == 404
+        # They are sampled again for a client that asks again.
+        assert wire.result(wire.sample(sampler, 0))
         assert wire.result(unread)
         # Those that nobody has read are kept, so that the server refuses further requests.
         again = wire.forward_backward(model, 2, [[5]] * 100).json()["request_id"]
@@ -795,14 +832,17 @@ def test_results_are_dropped_after_their_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(trainer_thread, "_SWEEP_SECONDS", 0.05)
     with serving(tmp_path, limits=Limits(retained=0.5, state=0.0)) as (url, service):
         wire = Wire(url)
-        model = wire.begin()
+        session = wire.session()
+        model = wire.model(session)
         wire.step(model, 1)
         assert wire.result(f"{model}:1")
         until(lambda: wire.ask("retrieve_future", {"request_id": f"{model}:1"}).status_code == 404 or time.sleep(0.7))
         # A repetition after this is refused, and does not run again.
         assert wire.ask("optim_step", {"model_id": model, "seq_id": 1}).status_code == 400
+        create = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 8}}
+        assert wire.ask("create_model", create).status_code == 400
         wire.step(model, 2)
         until(lambda: service.counts()["waiting_operations"] == 0)
     journal = Journal(tmp_path / ".server/journal")
-    assert f"{model}:1" not in {record.header.get("id") for record in journal.recover()}
+    assert f"{model}:1" not in {header["id"] for header, _ in journal.records()}
     journal.close()
