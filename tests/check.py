@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run all checks and tests: `python -m tests.check`. Stops at the first failure.
+"""Run the checks: `python -m tests.check` in minutes, `python -m tests.check --all` whole. Stops at the first failure.
 
-The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). After the
-tests on this Python, the tests that depend on levanter and are not marked `slow` run on the other line, in an
-environment that is made in the checkout and kept for the next time. With `--other_line` only these run. With
-`--quick`, docs, tests marked `medium` or `slow` and the other line are left out.
+The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). Without
+options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds the rest: docs,
+the other tests, and those that depend on levanter and are not slow on its other line, in an environment that is made in
+the checkout and kept for the next time. `--rest` runs only the rest, `--other_line` only the other line.
 """
 
 import argparse
@@ -48,24 +48,24 @@ Checks = list[tuple[str, list[str]]]
 """The name and command of each check."""
 
 
-def checks_of_this_line(site: str, *, quick: bool) -> Checks:
-    """Return the checks on this Python, fastest first.
-
-    Args:
-        site: folder for the built docs.
-        quick: whether to leave out docs and longer tests.
-    """
-    python = sys.executable
-    checks = [
+def fast_checks() -> Checks:
+    """Return the checks without options, fastest first."""
+    return [
         ("format", [str(BIN / "ruff"), "format", "--check", "."]),
         ("lint", [str(BIN / "ruff"), "check", "."]),
         ("types", [str(BIN / "pyrefly"), "check"]),
         ("layers", [str(BIN / "lint-imports")]),
+        ("fast tests", [sys.executable, *PYTEST, "-m", "not slow and not medium"]),
     ]
-    if quick:
-        return [*checks, ("tests", [python, *PYTEST, "-m", "not slow and not medium"])]
-    docs = [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]
-    return [*checks, ("docs", docs), ("tests", [python, *PYTEST, "--durations", "40"])]
+
+
+def other_checks(site: str) -> Checks:
+    """Return the rest of the checks on this Python; `site` is a folder for the built docs."""
+    python = sys.executable
+    return [
+        ("docs", [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]),
+        ("other tests", [python, *PYTEST, "--durations", "40", "-m", "slow or medium"]),
+    ]
 
 
 def checks_of_other_line() -> Checks:
@@ -123,16 +123,18 @@ def main() -> int:
     Returns:
         The exit status of the first failed check, or 0. 1 if only the other line was requested and has no Python.
     """
-    parser = argparse.ArgumentParser(description="Run all checks and tests; stop at the first failure.")
+    parser = argparse.ArgumentParser(description="Run checks and tests; stop at the first failure.")
     parts = parser.add_mutually_exclusive_group()
-    parts.add_argument("--quick", action="store_true", help="leave out docs, tests of more than 2 s and the other line")
+    parts.add_argument("--all", action="store_true", help="also docs, all other tests and the other line of levanter")
+    parts.add_argument("--rest", action="store_true", help="only what --all adds")
     parts.add_argument("--other_line", action="store_true", help=f"only test on Python {OTHER_PYTHON}")
     options = parser.parse_args()
+    if not (options.rest or options.other_line) and ((status := run(fast_checks())) or not options.all):
+        return status
     if not options.other_line:
         with tempfile.TemporaryDirectory() as site:
-            status = run(checks_of_this_line(site, quick=options.quick))
-        if status != 0 or options.quick:
-            return status
+            if status := run(other_checks(site)):
+                return status
     checks = checks_of_other_line()
     if not checks:
         line = "=" * 100

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Settings of all tests: jax on the CPU, no network, and a compilation cache per session."""
+"""Settings of all tests: jax on the CPU, no network, and a compilation cache."""
 
 import gc
 import itertools
@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,10 +43,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest_plugins = ["tests.tiny_run", "tests.tiny_learner", "tests.gcs_emulator"]
 
-_TEMPORARY_CACHE = None
+MAX_CACHE_BYTES = 2**32
+"""Size at which the folder of compiled programs begins anew."""
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _TEMPORARY_CACHE = tempfile.mkdtemp(prefix="marin_rl_jax_cache_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _TEMPORARY_CACHE
+    # It outlives the run; processes and workers that this one starts inherit it.
+    _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "marin_rl" / "tests"
+    if _CACHE.is_dir() and sum(entry.stat().st_size for entry in os.scandir(_CACHE)) > MAX_CACHE_BYTES:
+        shutil.rmtree(_CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_CACHE)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
@@ -98,8 +101,3 @@ def pytest_runtest_teardown() -> None:
     """Clear them also between tests of a module that compiles very many; counting maps takes up to 40 ms."""
     if next(_TESTS) % 10 == 0:
         clear_programs(40_000)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if _TEMPORARY_CACHE is not None:
-        shutil.rmtree(_TEMPORARY_CACHE, ignore_errors=True)

@@ -69,8 +69,9 @@ def test_without_the_python_the_last_lines_say_that_nothing_was_tested(
     monkeypatch.setattr(sys, "argv", ["check", "--other_line"])
     assert check.main() == 1
     assert "NOTHING WAS TESTED" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["check"])
-    monkeypatch.setattr(check, "checks_of_this_line", lambda site, *, quick: [])
+    monkeypatch.setattr(sys, "argv", ["check", "--all"])
+    monkeypatch.setattr(check, "fast_checks", list)
+    monkeypatch.setattr(check, "other_checks", lambda site: [])
     assert check.main() == 0
     assert "NOTHING WAS TESTED" in capsys.readouterr().out
 

@@ -535,6 +535,7 @@ def test_runs_log_exactly_the_defined_metrics_within_their_ranges(all_records: l
     assert outside == []
 
 
+@pytest.mark.medium
 def test_metrics_are_reduced_as_documented(everything: list[dict[str, Any]]) -> None:
     """Statements of the page about several updates, and about sampled, kept and trained rollouts."""
     _, first, second = everything

@@ -42,6 +42,7 @@ def test_newest_checkpoint_is_evaluated_without_side_effects(finished_run: TinyR
     assert contents(finished_run.path) == before
 
 
+@pytest.mark.medium
 def test_run_of_other_devices_is_evaluated_on_these(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     run = copy_of(finished_run, tmp_path / "copy").path
     config = run / "config.yaml"
@@ -82,6 +83,7 @@ def test_text_output(finished_run: TinyRun, capfd: Capture):
     assert without_losses(found) == pytest.approx(evaluations(finished_run.records()[3]), rel=1e-5)
 
 
+@pytest.mark.medium
 def test_evaluation_settings_override(finished_run: TinyRun, capfd: Capture):
     argv = ["--run", str(finished_run.path), "--json", "--evaluation", "{tasks: 5, samples: 4, pass_at: [1, 2, 4]}"]
     assert main(argv) == 0
@@ -103,6 +105,7 @@ def sums(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.medium
 def test_environment_override(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     path = sums(tmp_path)
     before = contents(finished_run.path)
@@ -155,6 +158,7 @@ def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     assert found["eval/squares/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+@pytest.mark.medium
 def test_temperature_and_split_change_results(finished_run: TinyRun):
     config = EvaluateConfig(str(finished_run.path), step=0)
     _, own = run_evaluation(config)

@@ -71,6 +71,7 @@ def test_an_empty_folder_takes_the_export(finished_run: TinyRun, tmp_path: Path)
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.medium
 def test_a_damaged_checkpoint_is_skipped_or_named(finished_run: TinyRun, tmp_path: Path) -> None:
     run = copy_of(finished_run, tmp_path / "run")
     state = run.checkpoints / "step-00000006" / "state"

@@ -118,6 +118,7 @@ def imports_line(node: ast.AST) -> bool:
     return any(name.split(".")[0] in OF_LINES for name in names)
 
 
+@pytest.mark.medium
 def test_only_one_module_depends_on_versions() -> None:
     files = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     found = {name: list(questions(source)) for name, source in files.items() if name != SEAM}

@@ -12,6 +12,7 @@ from tests.tiny_run import TinyRun, copy_of
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.medium
 def test_replay_as_text(finished_run: TinyRun, capfd: Capture):
     assert main(["--run", str(finished_run.path), "--step", "4"]) == 0
     title, header, *lines, last = capfd.readouterr().out.splitlines()
@@ -24,6 +25,7 @@ def test_replay_as_text(finished_run: TinyRun, capfd: Capture):
     assert len(found["seconds/step"]) == 2
 
 
+@pytest.mark.medium
 def test_synthetic_rollouts(finished_run: TinyRun, capfd: Capture):
     shape = "prompt=3,completion=6"
     assert (

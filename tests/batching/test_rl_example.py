@@ -280,6 +280,7 @@ def test_equals_a_layout_by_hand(drawn: Patterns, layout: RowLayout, aggregation
             np.testing.assert_allclose(array.array, by_hand[name], rtol=1e-6, atol=0, err_msg=name)
 
 
+@pytest.mark.medium
 @settings(deadline=None)
 @given(patterns(), LAYOUTS)
 def test_unpacking_restores_the_arrays_of_every_rollout(drawn: Patterns, layout: RowLayout) -> None:
@@ -300,6 +301,7 @@ def test_unpacking_restores_the_arrays_of_every_rollout(drawn: Patterns, layout:
         np.testing.assert_array_equal(values, np.where(tokens, np.arange(tokens.shape[1]), 0))
 
 
+@pytest.mark.medium
 @settings(deadline=None)
 @given(patterns(), LAYOUTS)
 def test_padding_positions_have_the_padding_token_and_zeros(drawn: Patterns, layout: RowLayout) -> None:
@@ -336,6 +338,7 @@ def test_token_values_do_not_depend_on_layout_or_rollout_order(
             np.testing.assert_array_equal(right[place], left[index], err_msg=name)
 
 
+@pytest.mark.medium
 @settings(deadline=None)
 @given(patterns(), LAYOUTS)
 def test_rollout_ids_number_the_rollouts_of_a_microbatch(drawn: Patterns, layout: RowLayout) -> None:
@@ -352,6 +355,7 @@ def test_rollout_ids_number_the_rollouts_of_a_microbatch(drawn: Patterns, layout
         assert here == [{number} for number in range(len(here))]
 
 
+@pytest.mark.medium
 @given(patterns(), LAYOUTS, st.sampled_from(AGGREGATIONS), st.sets(st.integers(0, 2), min_size=1))
 @settings(deadline=None, max_examples=60)
 def test_own_rows_are_those_of_the_whole_batch(drawn: Patterns, layout: RowLayout, aggregation, own: set[int]) -> None:
@@ -368,6 +372,7 @@ def test_own_rows_are_those_of_the_whole_batch(drawn: Patterns, layout: RowLayou
             np.testing.assert_array_equal(found, expected[rows], err_msg=name)
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=60)
 @given(patterns(), LAYOUTS, st.randoms(use_true_random=False), st.sets(st.integers(0, 2), min_size=1))
 def test_the_cross_entropy_has_its_own_denominator_in_every_layout(drawn: Patterns, layout, random, own) -> None:
@@ -552,6 +557,7 @@ FEW_LAYOUTS = st.sampled_from(
 """Few shapes, because each takes a second to compile."""
 
 
+@pytest.mark.medium
 @settings(deadline=None)
 @given(patterns(), FEW_LAYOUTS)
 def test_tokens_see_the_tokens_before_them_in_their_sequence(drawn: Patterns, layout: RowLayout) -> None:
@@ -754,6 +760,7 @@ def test_segments_do_not_attend_to_each_other(model: LmHeadModel) -> None:
         assert (np.abs(after[here] - before[here]).max(axis=-1) > 1e-3).all()
 
 
+@pytest.mark.medium
 def test_wrong_position_ids_change_the_activations() -> None:
     model = MODELS["gpt2"].build(Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
     example = pack(ROLLOUTS, PACKED).microbatches[0]

@@ -281,6 +281,7 @@ def test_masks_padding_and_documents_of_token_ids(case: str):
     assert [(ids.tolist(), mask.astype(int).tolist()) for ids, mask in example.sequences()] == expected
 
 
+@pytest.mark.medium
 @pytest.mark.torch
 def test_packed_rows_have_the_documents_and_labels_of_trl():
     pytest.importorskip("torch", reason="needs the extra test-torch")

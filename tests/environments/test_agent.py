@@ -101,6 +101,7 @@ while True:
 """
 
 
+@pytest.mark.medium
 def test_a_daemon_of_a_program_keeps_no_pipe(tmp_path: Path):
     pid = tmp_path / "pid"
     episode = CommandEpisode([sys.executable, "-c", DAEMON, str(pid)], (), {})

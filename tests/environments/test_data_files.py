@@ -51,6 +51,7 @@ def test_a_small_parquet_file_that_expands_is_refused(tmp_path: Path, write: Cal
         HuggingFaceConfig(path=str(tmp_path)).build()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
 def test_a_small_compressed_file_that_expands_is_refused(tmp_path: Path, suffix: str, module: Any) -> None:
     (tmp_path / f"train.jsonl.{suffix}").write_bytes(module.compress(b"0" * 2**26))

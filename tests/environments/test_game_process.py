@@ -137,6 +137,7 @@ async def close_deaf_game(server: GameServer) -> int:
     return pid
 
 
+@pytest.mark.medium
 def test_a_game_that_does_not_end_is_killed_and_delays_no_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marin_rl.environments.game_process.GRACE_SECONDS", 600.0)
     server = GameServer(FAKE)
@@ -184,6 +185,7 @@ def test_calls_are_answered_in_order_also_within_an_event_loop(server: GameServe
         call_each(server, "fail", [{}, {}])
 
 
+@pytest.mark.medium
 def test_a_server_that_was_killed_is_replaced():
     server = GameServer(FAKE)
 
@@ -221,6 +223,7 @@ def test_closing_a_server_ends_its_games():
     assert all(map(has_ended, asyncio.run(play())))
 
 
+@pytest.mark.medium
 def test_a_class_that_cannot_be_imported_is_an_error():
     for name, message in {
         "tests.environments.no_games:Game": "ModuleNotFoundError: No module named 'tests.environments.no_games'",

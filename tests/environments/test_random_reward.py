@@ -93,6 +93,7 @@ def group(messages, ground_truth, **kwargs):
 """
 
 
+@pytest.mark.medium
 def test_reward_functions_score_validation_and_held_out_tasks_only(tmp_path: Path):
     path = tmp_path / "true_rewards.py"
     path.write_text(TRUE_REWARDS)

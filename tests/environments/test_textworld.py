@@ -202,6 +202,7 @@ def test_a_stand_in_of_the_package(corridors: TextWorldEnvironment):
         assert steps[-1].metrics == {"success": 1.0, "steps": rooms + 3, "invalid_actions": 1.0}
 
 
+@pytest.mark.medium
 def test_a_stand_in_generates_each_game_once(corridors: TextWorldEnvironment, tmp_path: Path):
     [folder] = Path(str(corridors.config.folder)).iterdir()
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}

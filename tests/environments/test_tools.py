@@ -144,6 +144,7 @@ def test_written_calls_are_parsed(before: str, calls: list):
     assert [(call.name, call.arguments) for call in found] == calls
 
 
+@pytest.mark.medium
 @given(st.text())
 def test_any_text_is_a_call_or_raises_a_tool_error(text: str):
     with contextlib.suppress(ToolError):

@@ -69,6 +69,7 @@ def test_random_and_best_play_score_as_the_docstring_says():
         assert f"{figure}" in (tictactoe.__doc__ or "")
 
 
+@pytest.mark.medium
 def test_random_games_have_the_expected_score():
     environment = tictactoe.make()
     task = next(task for split in Split for task in environment.tasks(split) if task.id == "." * 9)

@@ -152,6 +152,7 @@ def test_similarity_reads_the_tags() -> None:
     assert reverse_text.similarity("cba", "cba" * 3) == 0
 
 
+@pytest.mark.medium
 def test_demonstrations_of_reversal_hold_no_task_out() -> None:
     rows = {row["prompt"]: row["completion"] for row in sft_data.reversals()}
     built = read(FOLDER / "reverse_text.yaml").environment.build()
@@ -231,6 +232,7 @@ def values(numbers: tuple[Fraction, ...], operations: str) -> set[Fraction]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("operations", ["+-", "+-*/"])
 def test_every_puzzle_has_a_solution_by_brute_force(operations: str) -> None:
     built = countdown.make((3, 4), 30, operations, instructions=False)
@@ -261,6 +263,7 @@ def test_other_texts_have_no_value(text: str) -> None:
     assert countdown.evaluate(text, [3, 4]) is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("instructions", [True, False])
 def test_an_answer_has_tags_if_the_instructions_ask_for_them(instructions: bool) -> None:
     built = countdown.make(instructions=instructions)

@@ -91,6 +91,7 @@ def fill(disk: Path, leave: int) -> Path:
     return file
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("last", ["", "config.json", "model.safetensors"])
 def test_full_disk_at_the_end_keeps_the_previous_export(
     finished_run: TinyRun,

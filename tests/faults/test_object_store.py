@@ -151,6 +151,7 @@ def test_run_killed_5_times_in_other_folders_equals_an_uninterrupted_run(
     assert kept == {"step-00000005", "step-00000006"}
 
 
+@pytest.mark.medium
 def test_a_run_that_is_complete_or_in_use_is_not_changed(
     stored: Gcs, stored_run: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,7 @@ def test_incompatible_kernel_is_rejected(model: LmConfig, problem: str) -> None:
             attention_kernel(model, platform)
 
 
+@pytest.mark.medium
 def test_the_gradient_of_capped_attention_equals_finite_differences() -> None:
     length, size, cap = 8, 4, 1.0
     model = Gemma2Config(attn_logit_softcapping=cap, flash_attention_block_size=4)

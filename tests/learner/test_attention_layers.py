@@ -263,6 +263,7 @@ def test_packed_rows_equal_rows_of_their_own(config: Any, backend: Any, block: i
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, float(np.abs(theirs).max())))
 
 
+@pytest.mark.medium
 def test_a_token_depends_on_the_tokens_in_the_windows_of_its_layers_only():
     """Two layers with a window reach twice as far, less their own position."""
     model, batch = random_model(MISTRAL), example([[80]], 80)
@@ -290,6 +291,7 @@ def program(config: Any, positions: int) -> str:
     return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(model, RlExample(**arrays))))
 
 
+@pytest.mark.medium
 def test_a_window_of_the_row_or_more_does_not_change_the_program():
     without = program(dataclasses.replace(MISTRAL, sliding_window=None), 48)
     assert program(dataclasses.replace(MISTRAL, sliding_window=48), 48) == without

@@ -60,6 +60,7 @@ def critic(request: pytest.FixtureRequest, model: LmHeadModel) -> ActorCritic:
     return trained(with_critic(request.param, model))
 
 
+@pytest.mark.medium
 def test_values_of_a_new_critic_are_zero(model: LmHeadModel, batch: RlExample) -> None:
     for config in (SHARED, SEPARATE):
         assert not np.any(values_of(with_critic(config, model), batch).array)

@@ -180,6 +180,7 @@ def test_a_teacher_equal_to_the_policy_has_no_divergence(divergence, mixture) ->
     assert np.abs(of_head).max() < 1e-5
 
 
+@pytest.mark.medium
 @SEVERAL
 def test_padding_of_either_vocabulary_changes_nothing(divergence, mixture) -> None:
     arrays = inputs()
@@ -192,6 +193,7 @@ def test_padding_of_either_vocabulary_changes_nothing(divergence, mixture) -> No
         assert not np.any(found[2][:, VOCAB:])
 
 
+@pytest.mark.medium
 @SEVERAL
 def test_shards_and_values_off_the_mask_change_nothing(divergence, mixture) -> None:
     arrays = inputs()

@@ -178,6 +178,7 @@ def test_layout_errors_are_detected_under_every_objective(matrix: Matrix, mistak
         assert largest_difference(found, expected) > 1e-3, objective
 
 
+@pytest.mark.medium
 def test_swapped_rollouts_are_detected_with_ratios_per_rollout(matrix: Matrix) -> None:
     packed = matrix.pack(ARRANGEMENTS["packed"], "token_mean", False)
     right, wrong = (

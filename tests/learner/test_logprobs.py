@@ -152,6 +152,7 @@ def test_any_mask_agrees_with_full_logits_for_any_values_off_the_mask(
     assert not found[2][0][~mask].any()
 
 
+@pytest.mark.medium
 @settings(max_examples=30, deadline=None)
 @given(
     mask=masks(),
@@ -516,6 +517,7 @@ def test_packed_sequences_are_scored_like_separate_rows(config: LmConfig) -> Non
         np.testing.assert_allclose(shared[1], own[2], atol=1e-5)
 
 
+@pytest.mark.medium
 def test_levanters_loss_uses_the_same_tokens() -> None:
     model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9, 11)])
     loss = eqx.filter_jit(lambda m, e: next_token_loss(m, e.to_lm_example()))(model, batch)
@@ -555,6 +557,7 @@ class WithBalancingLoss(LmHeadModel[LlamaConfig]):
         raise NotImplementedError
 
 
+@pytest.mark.medium
 def test_balancing_loss_is_ignored() -> None:
     model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9)])
     np.testing.assert_array_equal(scored(WithBalancingLoss(model), batch)[0], scored(model, batch)[0])

@@ -111,6 +111,7 @@ def test_a_step_changes_the_adapter_and_keeps_the_base(tiny: ModuleType) -> None
     assert jax.tree.structure(state.model) == jax.tree.structure(spec.trained)
 
 
+@pytest.mark.medium
 def test_weight_decay_shrinks_a_and_b_as_in_peft(tiny: ModuleType) -> None:
     """The first gradient of A is 0, so that only the decay changes it."""
     trainer = tiny.make_trainer()

@@ -380,6 +380,7 @@ def test_the_cross_entropy_is_a_stream_of_its_own(policy: str | None) -> None:
     assert ("objective/entropy" in loss_metrics([metrics])) == (policy is not None)
 
 
+@pytest.mark.medium
 def test_parts_of_the_cross_entropy_add_up_over_microbatches() -> None:
     case = make_case()
     _, batch = ce_case(case, case.batch(SequenceMeanConfig()))

@@ -227,6 +227,7 @@ def test_the_exported_files_alone_give_the_same_greedy_generations(speakers, cha
     assert [tuple(generation) for generation in found] == spoken
 
 
+@pytest.mark.medium
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_transformers_makes_the_same_greedy_generations(name: str, speakers, several_stops) -> None:
@@ -476,6 +477,7 @@ def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, t
         assert abs(found_slope - slope) <= 1e-5 * norm, name
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("case", ["llama_llama3", "qwen3"])
 def test_log_probabilities_do_not_depend_on_the_version_that_wrote_the_config(

@@ -96,6 +96,7 @@ def test_update_matches_one_answer_after_another(tiny, trainer, updates, answers
         np.testing.assert_allclose(found[path], array, rtol=0, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one microbatch"])
 def test_layouts_do_not_change_an_update(updates, layout):
     assert_same(update(CONFIGS[ALL], LAYOUTS[layout]), updates[ALL], layout)
@@ -114,6 +115,7 @@ def test_eight_devices_do_not_change_an_update(updates, tmp_path):
         assert_same(of_mesh, updates[ALL], mesh)
 
 
+@pytest.mark.medium
 def test_split_pairs_change_an_update(updates):
     """Shows that the tests above can fail."""
     scattered = dataclasses.replace(LAYOUTS["packed microbatches"], whole_rollouts=False)

@@ -128,6 +128,7 @@ def scorer(trainer) -> Scorer:
     return make_scorer(trainer, LAYOUTS["packed, two passes"])
 
 
+@pytest.mark.medium
 def test_a_policy_without_a_critic_has_no_values(scorer, rollouts, model, expected) -> None:
     found = scorer.score(model, rollouts)
     assert_scores(found, without_values(expected))
@@ -163,6 +164,7 @@ def without_values(scores: Scores) -> Scores:
     return scores._replace(values=np.zeros_like(scores.values))
 
 
+@pytest.mark.medium
 def test_a_rollouts_scores_do_not_depend_on_its_neighbours(scorer, rollouts, critic, expected) -> None:
     for some in ([4], [6, 5, 4, 3, 2, 1, 0]):
         assert_scores(scorer.score(critic, rollouts.take(np.array(some))), scores_of(rollouts, expected, some))
@@ -196,6 +198,7 @@ def test_error_names_the_rollout_of_a_sequence_that_does_not_fit(trainer, rollou
         short.score(critic, rollouts)
 
 
+@pytest.mark.medium
 def test_shared_prompts_do_not_change_scores(trainer, critic: ActorCritic, rollouts: RolloutBatch) -> None:
     # Five rollouts with one prompt, of which one has no loss, and those of the other tests.
     group = rollouts.take(np.array([4, 4, 4, 6, 4]))

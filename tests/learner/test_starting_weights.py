@@ -235,6 +235,7 @@ def test_long_rows_train_like_short_rows(max_length: int, plain_scores, plain_st
     np.testing.assert_allclose(found["grad_norm"], plain_step["grad_norm"], rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_long_rows_score_like_short_rows(plain_scores):
     for found, expected in zip(score(long_run(1100)), plain_scores, strict=True):
         assert np.ptp(expected) > 1

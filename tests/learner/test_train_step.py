@@ -150,6 +150,7 @@ def test_on_a_cpu_xla_compiles_reductions_itself(tiny) -> None:
     assert ["ynn" in str(program) for program in programs] == [True, False]
 
 
+@pytest.mark.medium
 def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
     examples = [tiny.make_example(seed=seed) for seed in range(8)]
     state, _ = learner.step(tiny.fresh_state(learner), examples[:4])
@@ -358,6 +359,7 @@ def test_training_continues_after_a_skipped_update(broken_step) -> None:
     assert bits(found.inner) == bits(expected.inner)
 
 
+@pytest.mark.medium
 def test_finite_update_is_that_of_the_wrapped_optimizer() -> None:
     bare = optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(0.1))
     updates, inner = bare.update(GRADS, bare.init(PARAMS), PARAMS)

@@ -48,6 +48,7 @@ def written(tmp_path: Path, text: str) -> ReloadConfig:
     return ReloadConfig(folder=str(tmp_path / "weights"), path=str(hook), function="reload")
 
 
+@pytest.mark.medium
 def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: Parts, tmp_path: Path):
     model, tokenizer, trainer = parts
     log = tmp_path / "log.jsonl"
@@ -68,6 +69,7 @@ def test_function_gets_complete_weights_and_old_versions_are_deleted(parts: Part
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.medium
 def test_of_an_adapter_only_its_matrices_are_written(parts: Parts, tmp_path: Path):
     base, tokenizer, trainer = parts
     adapter = init_adapter(base, rank=2, scale=1.5, targets=["q_proj", "down_proj"], key=jax.random.PRNGKey(0))

@@ -68,6 +68,7 @@ def make_base(name: str) -> LmHeadModel:
     return eqx.filter(random_model(FAMILIES[name]), eqx.is_array)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "precision"), [*((name, "f32") for name in FAMILIES), ("llama", "bf16"), ("gpt2", "bf16")]
 )

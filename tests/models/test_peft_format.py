@@ -241,6 +241,7 @@ def test_all_linear_is_that_of_peft(case: str, chat, trainer, tmp_path: Path) ->
     check_peft_adapter(str(tmp_path / "adapter"), base, like)
 
 
+@pytest.mark.medium
 @pytest.mark.torch
 def test_the_remedy_for_a_replaced_weight_works(chat, trainer, tmp_path: Path) -> None:
     peft, transformers = (

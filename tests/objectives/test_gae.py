@@ -109,6 +109,7 @@ def oracle_rewards(inputs):
     return rewards
 
 
+@pytest.mark.medium
 @settings(max_examples=50)
 @given(batches, st.floats(0, 1), st.floats(0, 1))
 def test_a_batch_matches_the_oracle(groups, gamma, lam):

@@ -438,6 +438,7 @@ def test_configs_are_selected_by_type():
     assert dual == PpoClipLossConfig(0.1, 0.3, 3.0)
 
 
+@pytest.mark.medium
 def test_declared_properties():
     assert [config.is_sequence_level for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] * 5 + [True] * 2
     assert [config.uses_ratio for config in TOKEN_LEVEL + SEQUENCE_LEVEL] == [False] + [True] * 6

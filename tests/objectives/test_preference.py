@@ -130,6 +130,7 @@ def test_exchanged_answers_negate_the_margin():
     assert (given.chosen_logratios == exchanged.rejected_logratios).all()
 
 
+@pytest.mark.medium
 def test_gradient_reaches_answer_tokens_only_with_their_sign():
     logprobs, reference, signs, weights, ids = map(jnp.array, tokens_of(3))
 

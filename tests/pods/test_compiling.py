@@ -89,6 +89,7 @@ def test_larger_sizes_never_need_less_memory(program: str, key: str, values: tup
     assert totals[0] < totals[-1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [SftConfig, DpoConfig])
 def test_programs_of_data_are_those_of_the_run(kind: type[SftConfig | DpoConfig]):
     """Compared with the programs lowered for weights and a packed batch."""

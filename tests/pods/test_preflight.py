@@ -208,6 +208,7 @@ SHELL = ["$(touch x)", "`touch x`", "';touch x;'", '";touch x;"', "\ntouch x\n",
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")) | st.sampled_from(SHELL)
 
 
+@pytest.mark.medium
 @hypothesis.given(value=TEXTS, other=TEXTS)
 @hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_no_shell_interprets_values_and_arguments(

@@ -71,6 +71,7 @@ def others(plan: Plan) -> dict[str, Number]:
     return {program.name: program.others for program in plan.programs}
 
 
+@pytest.mark.medium
 def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory | CompileFailure]):
     plan = plan_tiny("--mode", "async", "--kl", "{type: in_loss, beta: 0.1}")
     held = plan.held
@@ -90,6 +91,7 @@ def test_arrays_that_stay_allocated_count_once(results: dict[str, ProgramMemory 
     assert others(plan)["initial state"] == 0
 
 
+@pytest.mark.medium
 def test_memory_of_a_teacher_is_that_of_its_own_architecture(
     results: dict[str, ProgramMemory | CompileFailure], tmp_path: Path
 ):
@@ -168,6 +170,7 @@ def test_run_on_data_has_no_programs_of_a_sampler(
     assert step in describe(plan)
 
 
+@pytest.mark.medium
 def test_adapter_that_trains_on_pairs_holds_the_base_once(
     results: dict[str, ProgramMemory | CompileFailure], tmp_path: Path
 ):

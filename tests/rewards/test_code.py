@@ -425,6 +425,7 @@ def test_the_last_block_with_the_function_is_run(grading: Grading, request_of: A
     assert result.score == score
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("score", "expected"), [(CodeScore.ALL, 0.0), (CodeScore.SHARE, 1 / 3)])
 def test_scores(grading: Grading, request_of: Any, score: CodeScore, expected: float):
     component = CodeReward(CodeRewardConfig(score=score), grading.sandbox)

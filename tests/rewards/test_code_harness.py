@@ -136,6 +136,7 @@ def test_the_last_program_is_chosen(reply: str, code: str | None):
     assert choose_program(reply) == code
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "reply",
     [

@@ -138,6 +138,7 @@ def test_the_final_answer_is_read(reply: str, read: str | None):
     assert MathGraderConfig().read(reply) == read
 
 
+@pytest.mark.medium
 def test_a_reply_that_takes_too_long_has_no_grade_and_the_next_is_graded():
     grader = MathGraderConfig(timeout=0.2)
     nested = r"\sin(" * 30 + "x" + ")" * 30

@@ -71,6 +71,7 @@ def test_a_reply_is_wrong_if_only_its_scoring_raises(monkeypatch, right: str | N
     assert response == {"score": 0.0} if raised is None else raised in response["error"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("task", ["countdown", "puzzle24"])
 def test_only_arithmetic_with_the_given_numbers_is_right(task: str):
     source = reasoning_gym.create_dataset(task, seed=0, size=20)

@@ -93,6 +93,7 @@ class Values:
         )
 
 
+@pytest.mark.medium
 @settings(max_examples=50)
 @given(st.data(), st.integers(0, 2))
 def test_any_group_is_restored(data: st.DataObject, members: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from marin_rl.environments.base import Step
-from marin_rl.rewards.component import RewardComponentConfig, RewardScope
+from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
 from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.isolation import Isolation
@@ -86,7 +86,7 @@ class Component:
 class Built(RewardComponentConfig):
     """Config of a component that exists already."""
 
-    component: Component
+    component: RewardComponent
 
     def build(self, sandbox: Sandbox) -> Component:
         return self.component

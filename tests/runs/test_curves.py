@@ -33,6 +33,7 @@ def colored(pixels: np.ndarray) -> int:
     return int((np.ptp(pixels[..., :3], axis=-1) > 0.2).sum())
 
 
+@pytest.mark.medium
 def test_curves_of_a_run(tmp_path):
     records = [
         {"train/rewards": step / 40, "policy/entropy_avg": 1.0, "objective/kl": 0.1, "loss/policy_avg": -0.1}

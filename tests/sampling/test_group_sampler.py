@@ -187,6 +187,7 @@ def test_prompts_are_processed_once_per_group(sampler: GroupSampler, model: LmHe
     assert len({generation.token_ids for generation in generations}) > 3
 
 
+@pytest.mark.medium
 def test_prompts_of_all_lengths_take_the_same_calls_in_any_company(model: LmHeadModel):
     context = 200
     config = SamplingConfig(max_new_tokens=2, max_seqs=SLOTS)
@@ -324,6 +325,7 @@ def test_the_first_token_that_completes_a_stop_text_ends_a_generation(model: LmH
     assert by_text > 10
 
 
+@pytest.mark.medium
 def test_prompt_is_no_part_of_a_stop_text(model: LmHeadModel):
     [request] = make_requests([3], temperature=0.0)
     plain = GroupSampler(model, config=CONFIG, stop_token_ids=[], max_context=CONTEXT).sample([request])
@@ -351,6 +353,7 @@ def test_sizes_that_do_not_fit_are_refused(model: LmHeadModel, sampler: GroupSam
         GroupSampler(model, config=too_small, stop_token_ids=STOP_IDS, max_context=CONTEXT)
 
 
+@pytest.mark.medium
 def test_bfloat16_cache_is_close_to_float32(model: LmHeadModel):
     requests = make_requests(LENGTHS)
     config = dataclasses.replace(CONFIG, kv_cache_dtype="bfloat16")
@@ -392,6 +395,7 @@ def test_each_stop_token_alone_stops(sampler: GroupSampler):
         assert_complete(generation, MAX_NEW)
 
 
+@pytest.mark.medium
 def test_requests_after_compile_compile_nothing(model: LmHeadModel):
     # Calls for long prompts are small with few slots and little room for prompts. No other test has this context.
     context, config = CONTEXT - 1, dataclasses.replace(CONFIG, max_new_tokens=CONTEXT - 2, max_seqs=4)

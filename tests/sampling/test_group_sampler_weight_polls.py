@@ -105,6 +105,7 @@ def test_polls_without_new_weights_change_nothing(model: LmHeadModel, watch: Wat
     assert watch.weight_poll >= len(requests) / SLOTS
 
 
+@pytest.mark.medium
 def test_sampler_polls_every_n_decode_steps(watch: Watch) -> None:
     for limit in (1, ROUNDS, ROUNDS + 1, 2 * ROUNDS + 1, MAX_NEW):
         found = watch.sample([SampleRequest((5, 9), seed, limit) for seed in range(SLOTS)])

@@ -229,6 +229,7 @@ def test_a_run_can_sample_from_the_server(
     assert (len({*ends}) > 3) == bool(stop)
 
 
+@pytest.mark.medium
 def test_stop_strings_end_a_reply(client: Any, bare: GroupSampler):
     """Tokens and text end at the first stop string, streamed or not."""
     whole = expected(bare, PROMPT, 5, MAX_NEW, 1.0)
@@ -420,6 +421,7 @@ def scoring() -> Iterator[Serving]:
 ECHO = {"model": "policy", "echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}
 
 
+@pytest.mark.medium
 def test_echo_returns_the_log_probs_of_prompts(scoring: Serving):
     """Against levanter's forward pass; the longest prompt has the length of the context."""
     longest = np.random.default_rng(0).integers(0, 256, CONTEXT).tolist()

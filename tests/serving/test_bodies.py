@@ -21,6 +21,7 @@ def number_of(value: Any) -> int:
     return 1 + sum(map(number_of, value)) if isinstance(value, list) else int(isinstance(value, str))
 
 
+@pytest.mark.medium
 @given(VALUES)
 def test_values_are_counted_without_the_marks_in_texts(value: Any):
     assert count_values(json.dumps(value).encode()) == number_of(value)

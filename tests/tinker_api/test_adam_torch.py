@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="needs the extra test-torch")
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.medium
 def test_adam_is_that_of_torch() -> None:
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("a", (7, 3)), ("b", (5,)))}

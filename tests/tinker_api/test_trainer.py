@@ -118,6 +118,7 @@ def gradient_of(trainer: JaxTrainer) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer._state.gradient)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("spec", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("loss", "width"),
@@ -174,6 +175,7 @@ def group_data(loss: str, *, width: int = 0, seed: int = 0) -> tuple[Datum, ...]
     return tuple(data[index] for index in rng.permutation(len(data)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("loss", "width"), [("cross_entropy", 0), ("cross_entropy", 3), ("importance_sampling", 2), ("ppo", 0), ("dro", 0)]
 )
@@ -191,6 +193,7 @@ def test_data_that_share_a_prompt_have_the_results_of_each_alone(make, loss: str
             np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
+@pytest.mark.medium
 def test_gradient_of_chunks_is_that_of_one_call(make):
     data = random_data(40, "ppo")
     trainer = make()
@@ -203,6 +206,7 @@ def test_gradient_of_chunks_is_that_of_one_call(make):
         np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1, np.abs(wanted).max()))
 
 
+@pytest.mark.medium
 def test_forward_only_adds_no_gradient_and_gives_the_same_logprobs(make):
     trainer, data = make(), random_data(9, "cross_entropy")
     first = trainer.forward_backward(request(data, forward_only=True))
@@ -213,6 +217,7 @@ def test_forward_only_adds_no_gradient_and_gives_the_same_logprobs(make):
         np.testing.assert_allclose(left, right, atol=2e-6)
 
 
+@pytest.mark.medium
 def test_infinite_ratio_of_a_token_without_advantage_is_no_nan(make):
     trainer = make()
     (datum,) = random_data(1, "importance_sampling")
@@ -223,6 +228,7 @@ def test_infinite_ratio_of_a_token_without_advantage_is_no_nan(make):
     assert not any(leaf.any() for leaf in gradient_of(trainer))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("old", [-100.0, -1000.0, -1e30])
 @pytest.mark.parametrize(("loss", "sign"), [("ppo", 1), ("cispo", 1), ("cispo", -1)])
 def test_an_infinite_ratio_that_is_clipped_is_as_a_large_one(make, loss: str, sign: int, old: float):
@@ -245,12 +251,14 @@ def test_an_infinite_ratio_that_is_clipped_is_as_a_large_one(make, loss: str, si
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.medium
 def test_a_loss_without_a_ratio_has_a_finite_gradient_at_any_old_logprobs(make):
     (datum,) = random_data(1, "dro")
     logprobs = np.full(len(datum.tokens), -1000, np.float32)
     check_against_dense_formula(make(), (datum._replace(inputs={**datum.inputs, "logprobs": logprobs}),), "dro")
 
 
+@pytest.mark.medium
 def test_state_survives_a_folder(make, tmp_path: Path):
     trainer, data = make(LORA), random_data(5, "cross_entropy")
     step = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
@@ -294,6 +302,7 @@ class Source:
 PROMPT = SampleParams((70, 71, 72), 2, 6, 3, 1.0, -1, 1.0, None, False, 0)
 
 
+@pytest.mark.medium
 def test_samplers_stay_as_they_were(make, tmp_path: Path):
     """A snapshot and the base answer as before after any number of steps, and log-probs are those of the trainer."""
     trainer = make(LORA)
@@ -328,6 +337,7 @@ def test_samplers_stay_as_they_were(make, tmp_path: Path):
     assert str(ask(None)) == str(base)
 
 
+@pytest.mark.medium
 def test_likeliest_tokens_are_those_of_the_dense_softmax(make, tmp_path: Path):
     """Of the base and of trained weights, for prompts in common rows, with any numbers of tokens."""
     trainer, generator = make(LORA), np.random.default_rng(3)
@@ -364,6 +374,7 @@ def test_likeliest_tokens_are_those_of_the_dense_softmax(make, tmp_path: Path):
             assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
 
 
+@pytest.mark.medium
 def test_numbers_of_likeliest_tokens_compile_few_programs(make):
     trainer = make()
     before = trainer.num_programs
@@ -400,6 +411,7 @@ def test_a_sample_ends_with_the_context(make, max_tokens: int | None, stop: tupl
         assert sample.stopped or len(sample.tokens) == CONTEXT - len(PROMPT.prompt)
 
 
+@pytest.mark.medium
 def test_a_sample_that_filled_the_context_is_scored(make):
     trainer = make()
     tokens = tuple(map(int, np.random.default_rng(0).integers(0, VOCAB, CONTEXT)))
@@ -430,6 +442,7 @@ def test_damaged_weights_fail_their_samples_only(make, tmp_path: Path, damage: s
     assert len(source.results["0.0"].samples) == 2
 
 
+@pytest.mark.medium
 def test_a_folder_that_cannot_be_written_changes_nothing(make, tmp_path: Path):
     trainer, data = make(LORA), random_data(3, "cross_entropy")
     trainer.forward_backward(request(data))
@@ -535,6 +548,7 @@ def test_bad_data_change_nothing(make, change: dict[str, object]):
     assert not any(leaf.any() for leaf in gradient_of(trainer))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("size", [3e38, 1e25])
 def test_gradient_that_is_not_finite_is_dropped_and_not_saved(make, tmp_path: Path, size: float):
     """The entries of the sum, or only the square of its norm, overflow."""
@@ -567,6 +581,7 @@ def test_gradient_that_is_not_finite_is_dropped_and_not_saved(make, tmp_path: Pa
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.medium
 def test_settings_and_lengths_compile_few_programs(make):
     trainer = make()
     before = trainer.num_programs
@@ -577,6 +592,7 @@ def test_settings_and_lengths_compile_few_programs(make):
     assert trainer.num_programs - before <= 3
 
 
+@pytest.mark.medium
 def test_a_server_that_starts_again_has_the_same_weights(make, tmp_path: Path):
     """The weights, the open sum of gradients and the samples are those of a server that went on."""
 

@@ -98,6 +98,7 @@ def test_a_template_file_replaces_the_tokenizers_and_is_saved_with_it(tmp_path):
     assert TokenizerConfig(path=str(tmp_path / "saved")).build().tokenizer.chat_template == template
 
 
+@pytest.mark.medium
 def test_the_import_prints_nothing():
     # Transformers 5 advises users to install PyTorch.
     command = [sys.executable, "-c", "import marin_rl.tokenization.load"]

@@ -77,6 +77,7 @@ def slow(reward: float, total: float = 10.0) -> dict[str, float]:
     return {**silent(0), "seconds/reward": reward, "seconds/total": total}
 
 
+@pytest.mark.medium
 def test_separate_processes_of_quick_calls_are_named_once_with_numbers():
     [message] = advise([slow(1.0), *[slow(7.2)] * 20], functions=("own",))
     assert message.startswith("steps 2 to 6: ")

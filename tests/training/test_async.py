@@ -231,6 +231,7 @@ def test_in_flight_generations_continue_with_new_weights(
         assert 0 <= row["step"] - 1 - min(turn["first_version"] for turn in row["turns"]) <= 2
 
 
+@pytest.mark.medium
 def test_worker_error_ends_run(new_run: Callable[..., TinyRun], capfd: pytest.CaptureFixture[str]) -> None:
     run = new_run(
         mode="async",

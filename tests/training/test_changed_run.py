@@ -171,6 +171,7 @@ def test_a_change_that_trains_no_step_is_refused_and_writes_nothing(
     assert state_of(run.path) == before
 
 
+@pytest.mark.medium
 def test_a_changed_file_of_a_complete_run_is_refused_until_the_key_is_given_or_the_run_is_longer(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -220,6 +221,7 @@ def test_a_finished_run_without_its_export_is_exported(
     assert outcome(run) == outcome(finished_run)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "place", ["marin_rl.training.open_run.require_same_tasks", "marin_rl.training.session._export"]
 )
@@ -236,6 +238,7 @@ def test_a_new_type_of_the_export_is_exported_after_a_kill(
     assert size < 0.75 * (finished_run.path / "hf" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("place", ["marin_rl.runs.curves.plot_curves", "marin_rl.training.session._export"])
 def test_a_run_that_is_killed_at_its_end_is_plotted_and_exported(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

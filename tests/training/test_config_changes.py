@@ -216,6 +216,7 @@ def test_all_refused_keys_are_reported_together(tmp_path: Path):
     ]
 
 
+@pytest.mark.medium
 def test_the_history_has_each_change_and_restores_the_config_of_each_step(tmp_path: Path):
     directory, former = begun(tmp_path), CONFIG
     configs = {12: CONFIG}

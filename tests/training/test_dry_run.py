@@ -328,6 +328,7 @@ def interrupted(finished_run: TinyRun, tmp_path: Path) -> TinyRun:
     return interrupted_after(finished_run, 4, tmp_path / "copy")
 
 
+@pytest.mark.medium
 def test_run_with_a_checkpoint_resumes(interrupted: TinyRun, capfd: pytest.CaptureFixture[str]):
     assert_green(interrupted, capfd, "the run resumes after step 4 of 6", step=6)
 

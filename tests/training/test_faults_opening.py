@@ -99,6 +99,7 @@ def open_it(run: TinyRun, folder: Path, report: Callable[[str], None]) -> None:
     open_run(RunParts, parse_config(TrainConfig, argv).config, None, Start(folder, report))
 
 
+@pytest.mark.medium
 def test_interrupt_in_first_evaluation_and_failing_store_close(
     shy_run: TinyRun, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

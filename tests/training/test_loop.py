@@ -292,6 +292,7 @@ def with_equal_rewards(group: RolloutGroup) -> RolloutGroup:
     return RolloutGroup(group.id, rollouts)
 
 
+@pytest.mark.medium
 def test_a_step_of_equal_rewards_leaves_the_optimizer_as_it_is(finished_run: TinyRun, tmp_path: Path) -> None:
     run = reopen(copy_of(finished_run, tmp_path / "copy"), num_steps=8)
     groups = run.collector.collect(run.state, 7, PhaseTimer()).groups

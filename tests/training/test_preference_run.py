@@ -71,6 +71,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return run
 
 
+@pytest.mark.medium
 def test_first_loss_is_log_2(finished: TinyRun) -> None:
     start, first, *_ = finished.records()
     assert start["eval/held_out/loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
@@ -89,6 +90,7 @@ def test_margins_rise_and_the_loss_falls(finished: TinyRun) -> None:
     assert last["eval/held_out/rewards/accuracies"] > 0.5
 
 
+@pytest.mark.medium
 def test_held_out_metrics_are_those_of_the_next_update(tmp_path: Path) -> None:
     """The held-out pairs are the batch of every update, which is measured with the weights before it."""
     run = make_run(tmp_path / "whole", batch__size=len(PAIRS), num_steps=3)
@@ -100,6 +102,7 @@ def test_held_out_metrics_are_those_of_the_next_update(tmp_path: Path) -> None:
             assert before[f"eval/held_out/{name}"] == pytest.approx(after[name], abs=1e-4), name
 
 
+@pytest.mark.medium
 def test_every_pair_is_used_once_per_epoch(tmp_path: Path) -> None:
     run = make_run(tmp_path / "epochs", num_steps=0, epochs=1.5, evaluation__every=0)
     assert train(run) == 0
@@ -107,6 +110,7 @@ def test_every_pair_is_used_once_per_epoch(tmp_path: Path) -> None:
     assert yaml.safe_load((run.path / "config.yaml").read_text())["num_steps"] == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_resumed_run_is_bit_equal(finished: TinyRun, tmp_path: Path, step: int) -> None:
     resumed = interrupted_after(finished, step, tmp_path / "copy")
@@ -129,6 +133,7 @@ def test_killed_run_resumes_bit_equal(finished: TinyRun, tmp_path: Path) -> None
     assert outcome(run) == outcome(finished)
 
 
+@pytest.mark.medium
 def test_reference_is_kept_with_the_first_checkpoint_only(finished: TinyRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "kept", checkpoint__keep_every=0, checkpoint__every=2)
     assert train(run) == 0
@@ -199,6 +204,7 @@ def test_dry_run_reads_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "\ncolumns not used: source, score\n" in capsys.readouterr().out
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("lost", ["", "reference_logprobs.npz", "manifest.json"])
 def test_a_lost_reference_is_computed_again(
     finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
@@ -214,6 +220,7 @@ def test_a_lost_reference_is_computed_again(
         assert found[part] == expected[part], part
 
 
+@pytest.mark.medium
 def test_accepted_pairs_have_a_reference_of_their_own(
     finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +243,7 @@ def test_accepted_pairs_have_a_reference_of_their_own(
     assert found["state"] == expected["state"]
 
 
+@pytest.mark.medium
 def test_packing_does_not_change_a_run(finished: TinyRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "packed", batch__packing=True, trainer__per_device_parallelism=2)
     assert train(run) == 0

@@ -96,6 +96,7 @@ def teacher(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, weights
 
 
+@pytest.mark.medium
 def test_a_teacher_equal_to_the_policy_gives_exactly_zero(finished_run: TinyRun):
     run = distilled(
         finished_run,

@@ -39,6 +39,7 @@ def test_replayed_step_equals_the_run(finished_run: TinyRun):
     assert contents(finished_run.path) == before
 
 
+@pytest.mark.medium
 def test_steps_since_the_checkpoint_are_repeated(finished_run: TinyRun, tmp_path: Path):
     run = copy_of(finished_run, tmp_path)
     for step in (3, 4):
@@ -54,6 +55,7 @@ def test_steps_since_the_checkpoint_are_repeated(finished_run: TinyRun, tmp_path
     assert (replayed.start, replayed.recorded, replayed.weight_difference) == (5, {}, None)
 
 
+@pytest.mark.medium
 def test_steps_without_groups_need_no_file(finished_run: TinyRun, tmp_path: Path):
     run = copy_of(finished_run, tmp_path)
     # A step whose groups an earlier step has dropped.
@@ -73,6 +75,7 @@ def test_steps_without_groups_need_no_file(finished_run: TinyRun, tmp_path: Path
     assert following.weight_difference > 0
 
 
+@pytest.mark.medium
 def test_another_objective_can_be_tried(finished_run: TinyRun, tmp_path: Path):
     run = copy_of(finished_run, tmp_path)
     config = dataclasses.replace(config_of(run), policy_loss=PpoClipLossConfig(), kl=RewardKlConfig(beta=0.5))

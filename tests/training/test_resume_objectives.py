@@ -130,6 +130,7 @@ def test_replayed_step_equals_the_run(
     assert without_timings(replayed.metrics) == without_timings(replayed.recorded)
 
 
+@pytest.mark.medium
 def test_the_initial_policy_is_the_teacher_of_an_exact_divergence(train: Callable[[str], Trained]):
     records = train("exact").run.records()[1:]
     assert abs(records[0]["loss/ref_kl_avg"]) < 1e-6
@@ -140,6 +141,7 @@ def test_the_initial_policy_is_the_teacher_of_an_exact_divergence(train: Callabl
         assert "objective/kl" not in record
 
 
+@pytest.mark.medium
 def test_ppo_step_has_several_updates(train: Callable[[str], Trained]):
     trained = train("ppo")
     records = trained.run.records()[1:]
@@ -162,6 +164,7 @@ def test_ppo_step_has_several_updates(train: Callable[[str], Trained]):
     assert abs(records[2]["objective/kl"]) > 1e-4
 
 
+@pytest.mark.medium
 def test_resampled_groups_advance_the_task_stream(train: Callable[[str], Trained]):
     trained = train("gspo")
     records, drawn = trained.run.records()[1:], [progress["tasks_drawn"] for progress in trained.progress]

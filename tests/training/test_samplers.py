@@ -110,6 +110,7 @@ def test_worker_with_a_server_equals_worker_with_levanter(pair: Pair, tmp_path: 
     assert len(pair.server.received) == asked + PROMPTS * len(loader.loaded) + 48
 
 
+@pytest.mark.medium
 def test_server_reload_error_ends_an_async_run(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -155,6 +156,7 @@ def test_server_without_weights_fails_before_training(
     assert "Traceback" not in error
 
 
+@pytest.mark.medium
 def test_a_server_that_keeps_old_weights_ends_the_run(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

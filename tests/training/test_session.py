@@ -20,6 +20,7 @@ from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
 
 
+@pytest.mark.medium
 def test_plots_that_fail_do_not_cost_the_model(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

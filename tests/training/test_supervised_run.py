@@ -82,6 +82,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SftRun:
     return run
 
 
+@pytest.mark.medium
 def test_a_run_learns_for_whole_epochs(finished: SftRun):
     records = finished.records()
     first, last = records[0], records[-1]
@@ -117,6 +118,7 @@ def test_a_run_killed_within_an_epoch_equals_an_uninterrupted_one(finished: SftR
         assert found[part] == expected[part], part
 
 
+@pytest.mark.medium
 def test_a_longer_run_equals_one_of_that_length(finished: SftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     longer = SftRun(**vars(copy_of(finished, tmp_path)))
     assert longer.train() == 0
@@ -183,6 +185,7 @@ def test_served_exported_and_continued(finished: SftRun, tmp_path: Path):
         require_rl(config, str(finished.path), "it cannot be evaluated on tasks")
 
 
+@pytest.mark.medium
 def test_an_adapter_is_trained_resumed_and_merged(finished: SftRun, tmp_path: Path):
     settings: dict[str, Any] = {"lora": {"rank": 2}, "initialize_from": str(finished.path), "num_steps": 4}
     run = make(tmp_path, **settings, checkpoint__every=2)
@@ -220,6 +223,7 @@ def test_two_processes_train_like_one(tmp_path: Path):
         np.testing.assert_allclose(weights[name], array, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.medium
 def test_packed_rows_and_microbatches_do_not_change_the_run(finished: SftRun, tmp_path: Path):
     for name, changes in {
         "separate": {"batch__packing": False},

@@ -79,6 +79,7 @@ def reference(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: str)
     return encoded["input_ids"], labels
 
 
+@pytest.mark.medium
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CHATS)
 def test_loss_and_gradient_equal_those_of_torch(name: str, trainer, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_rewards_and_reasons_are_shown(dry_run: Callable[..., Any], tmp_path: Pa
     assert row(lines, "the reply '0'") == "0.75 correct 0, format 0.25, own 0.5 (got 0)"
 
 
+@pytest.mark.medium
 def test_functions_that_reward_garbage_are_named(dry_run: Callable[..., Any], tmp_path: Path):
     def found(body: str) -> list[str]:
         lines = dry_run(environment__rewards=rewards(tmp_path, body))[1]
@@ -171,6 +172,7 @@ def test_a_batch_of_other_results_is_an_error(dry_run: Callable[..., Any], tmp_p
     assert "'own'" in errors
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "value",
     [
@@ -320,6 +322,7 @@ def test_worked_answers_that_are_too_long_to_sample_are_named(dry_run: Callable[
     assert "has 6 tokens, but sampling.max_new_tokens allows 3" in warnings(lines)[-1]
 
 
+@pytest.mark.medium
 def test_random_rewards_of_a_control_are_no_sign_of_a_mistake(dry_run: Callable[..., Any]):
     for probability in (0.0, 1.0):
         control = {"type": "random_control", "probability": probability, "environment": {"type": "arithmetic"}}

@@ -95,6 +95,7 @@ def test_output_that_cannot_be_encoded_is_escaped():
     assert (done.returncode, done.stdout, done.stderr) == (0, "a\\u2192\\ud800\n", "")
 
 
+@pytest.mark.medium
 def test_slow_reader_of_a_non_blocking_pipe_receives_everything(tmp_path):
     # A page, which is smaller than the buffer that the command writes.
     program = f"import fcntl, os\nos.set_blocking(1, False)\nfcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 4096)\n{PROGRAM}"

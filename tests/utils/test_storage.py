@@ -191,6 +191,7 @@ def test_changes_of_another_process_are_seen(gcs: Gcs, root: RemotePath) -> None
         (root / "a").unlink()
 
 
+@pytest.mark.medium
 def test_large_object_in_several_requests(gcs: Gcs, root: RemotePath, tmp_path: Path) -> None:
     data = bytes(range(256)) * 2**18
     gcs.faults.append(Fault("POST run/large", 503, 1))

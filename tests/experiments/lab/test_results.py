@@ -71,6 +71,7 @@ def _add(folder, seed):
     add("sums", dataclasses.replace(RECORD, seed=seed))
 
 
+@pytest.mark.medium
 def test_records_of_processes_at_the_same_time_are_all_kept(records):
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_add, args=(records, seed)) for seed in range(3)]

@@ -158,6 +158,7 @@ def test_a_failure_is_that_of_its_own_call(name: str, level: Isolation, attacks:
         assert detail in failed.detail
 
 
+@pytest.mark.medium
 def test_a_killed_worker(attacks: Attacks, tmp_path: Path):
     attack = started(attacks, Isolation.NONE)
     marker = tmp_path / "marker"

@@ -369,6 +369,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_threads_of_a_file_end_when_it_is_loaded(level: Isolation, attacks: Attacks, tmp_path: Path):
     file = tmp_path / "rewards.py"

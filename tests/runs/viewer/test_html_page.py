@@ -52,6 +52,7 @@ def run(tmp_path):
     return open_rollouts(small_run(tmp_path / "run"))
 
 
+@pytest.mark.medium
 @given(
     st.recursive(
         st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)

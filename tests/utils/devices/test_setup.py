@@ -101,6 +101,7 @@ def cycle_class() -> type:
     return Cycle
 
 
+@pytest.mark.medium
 def test_garbage_is_collected_explicitly_or_when_there_is_much():
     Cycle, thresholds = cycle_class(), gc.get_threshold()
     with collect_rarely():
@@ -122,6 +123,7 @@ def test_garbage_is_collected_explicitly_or_when_there_is_much():
     assert gc.get_threshold() == thresholds
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("no_exempt_objects")
 def test_only_objects_of_the_context_are_collected():
     Cycle = cycle_class()

@@ -247,6 +247,7 @@ def test_arithmetic_error_in_a_section_names_it():
         decode(LmConfig, {"type": "llama", "num_kv_heads": 0}, path=("model",))
 
 
+@pytest.mark.medium
 def test_precision_round_trips_before_levanter_is_imported():
     program = (
         "import sys, jmp; import marin_rl.utils.devices.trainer_config\n"

@@ -28,6 +28,7 @@ def test_versions_outside_a_declared_range_are_conflicts(tmp_path: Path):
     assert list(conflicts(carried, installed)) == [("transformers", "5.17.0", "levanter needs transformers<5.13")]
 
 
+@pytest.mark.medium
 def test_only_missing_packages_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     wanted: list[str] = []
 

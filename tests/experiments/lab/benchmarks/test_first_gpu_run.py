@@ -104,6 +104,7 @@ def test_throughput_is_compared_with_the_plan(settings: Settings):
     assert rows["decode 64"]["figures"]["tokens_per_call"] == 8 * 16
 
 
+@pytest.mark.medium
 def test_a_wrong_kernel_is_a_failed_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, segments: jax.Array, **rest: Any):
         return block_attention(query, keys, values, jnp.ones_like(segments), **rest)

@@ -73,6 +73,7 @@ def test_processes_that_it_started_are_ended_with_it(tmp_path: Path) -> None:
     assert written == b"x"
 
 
+@pytest.mark.medium
 def test_cpu_seconds_include_children() -> None:
     # In a new process, whose only child is the busy one. /proc counts in hundredths of a second, rounded down.
     busy = "import time\nwhile time.process_time() < 0.4: pass"
