@@ -22,9 +22,9 @@ from marin_rl.config.supervised_config import BatchConfig, LossEvaluationConfig,
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.config import DataConfig
 from marin_rl.runs.run_directory import write_atomically
-from marin_rl.training.evaluate_checkpoint import EvaluateConfig, run_evaluation
-from marin_rl.training.run_export import export_once
-from marin_rl.training.session import run_session
+from marin_rl.sessions.evaluate_checkpoint import EvaluateConfig, run_evaluation
+from marin_rl.sessions.run_export import export_once
+from marin_rl.sessions.session import run_session
 
 
 def sft(folder: Path) -> SftConfig:

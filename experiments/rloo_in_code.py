@@ -17,7 +17,7 @@ from marin_rl.config.sections import EvaluationConfig, RolloutConfig, WarmStartC
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.training.session import run_session
+from marin_rl.sessions.session import run_session
 from marin_rl.utils.levanter_line import seq_len
 
 

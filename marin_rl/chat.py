@@ -73,7 +73,7 @@ def chat(config: ChatConfig) -> None:
     print(f"loading the weights of {name}", file=sys.stderr, flush=True)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.serving.chat import TerminalChat
-    from marin_rl.training.served_policy import load_policy
+    from marin_rl.sessions.served_policy import load_policy
 
     policy = load_policy(
         run=config.run,

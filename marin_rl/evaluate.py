@@ -10,7 +10,7 @@ from typing import Any
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.environments.base import EnvironmentConfig
-from marin_rl.training.evaluate_checkpoint import EvaluateConfig, run_evaluation
+from marin_rl.sessions.evaluate_checkpoint import EvaluateConfig, run_evaluation
 from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.decode import encode
 

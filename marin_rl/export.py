@@ -63,7 +63,7 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool =
     check_output(output, "output")
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.training.run_export import export_run
+    from marin_rl.sessions.run_export import export_run
 
     return export_run(config.run, output, step=config.step, export=config.export, adapter=adapter, merged=merged)
 

@@ -74,10 +74,10 @@ def _run(argv: Sequence[str]) -> int:
             raise ConfigError(f"--json {arguments.json} cannot be written; give a file in an existing folder")
         check_output(arguments.json, "--json", MARK)
 
-    from marin_rl.model_parts import Lengths
+    from marin_rl.parts.model import Lengths
+    from marin_rl.parts.rl import longest_rollout
     from marin_rl.pods.report import describe, to_json
     from marin_rl.pods.run_plan import complete_model, make_plan
-    from marin_rl.run_parts import longest_rollout
 
     config, vocab_size = complete_model(checked.complete().config, arguments.vocab_size)
     lengths = None

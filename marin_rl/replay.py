@@ -20,7 +20,7 @@ from marin_rl.runs.run_directory import open_with_checkpoint
 from marin_rl.utils.output import escape_line
 
 if TYPE_CHECKING:
-    from marin_rl.training.replay import FakeRun, ReplayedStep
+    from marin_rl.sessions.replay import FakeRun, ReplayedStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,9 +66,9 @@ def _replay(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     checked = check_command_line(rest, {}, reads_files=False) if directory is None else None
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.training.config_changes import values_of_step
-    from marin_rl.training.earlier_run import read_config, require_rl, resolve_model
-    from marin_rl.training.replay import parse_shape, replay_step, train_on_fake
+    from marin_rl.sessions.config_changes import values_of_step
+    from marin_rl.sessions.earlier_run import read_config, require_rl, resolve_model
+    from marin_rl.sessions.replay import parse_shape, replay_step, train_on_fake
 
     if checked is not None:
         config = checked.complete().config

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from marin_rl.config.command_line import CommandParser, run_command
 from marin_rl.runs.run_directory import check_output
-from marin_rl.training.job import JOB, Job, JobResult, read_job, run_job, unfinished
+from marin_rl.sessions.job import JOB, Job, JobResult, read_job, run_job, unfinished
 from marin_rl.utils.errors import USER_ERRORS, explain
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.section_types import ConfigError

@@ -92,7 +92,7 @@ def serve(config: ServeConfig) -> None:
         from marin_rl.serving.app import Server
         from marin_rl.serving.engine import CALL_SECONDS, Engine
         from marin_rl.serving.protocol import RequestLimits
-        from marin_rl.training.served_policy import load_policy
+        from marin_rl.sessions.served_policy import load_policy
         from marin_rl.utils.devices.setup import exempt_from_collection
 
         policy = load_policy(

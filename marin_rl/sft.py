@@ -6,11 +6,11 @@
 import sys
 from collections.abc import Sequence
 
-from marin_rl.training.command import run_training_command
+from marin_rl.sessions.command import run_training_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; see [`run_training_command`][marin_rl.training.command.run_training_command]."""
+    """Run the command line; see [`run_training_command`][marin_rl.sessions.command.run_training_command]."""
     return run_training_command("sft", argv)
 
 

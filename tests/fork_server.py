@@ -238,7 +238,7 @@ def serve() -> None:
     """Fork a program for each line of the input, and print its process id."""
     from jax._src import compiler
 
-    import marin_rl.training.session  # noqa: F401
+    import marin_rl.sessions.session  # noqa: F401
 
     # In this module, jax uses the process id only to decide who writes to the cache.
     compiler.distributed = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0, client=None))

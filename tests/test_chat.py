@@ -22,9 +22,9 @@ from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampledTokens, SampleRequest
 from marin_rl.serving.chat import TerminalChat
+from marin_rl.sessions.served_policy import load_policy
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer, plain_template
-from marin_rl.training.served_policy import load_policy
 from marin_rl.types import Generation, Message, StopReason, Task
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.scripted_sampler import BatchSampler, ScriptedSampler

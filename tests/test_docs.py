@@ -40,7 +40,7 @@ from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.grading import GraderConfig
-from marin_rl.training.replay import parse_shape
+from marin_rl.sessions.replay import parse_shape
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError, field_types, plain_type, section_of
 from marin_rl.utils.settings.yaml_text import parse_yaml

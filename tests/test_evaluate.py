@@ -18,7 +18,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Split
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.evaluate import EvaluateConfig, main, run_evaluation
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.settings.yaml_text import from_yaml

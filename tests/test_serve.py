@@ -18,7 +18,7 @@ import pytest
 
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serve import main
-from marin_rl.training.served_policy import load_policy
+from marin_rl.sessions.served_policy import load_policy
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import PACKAGES
 from tests.tiny_run import TinyRun

@@ -76,7 +76,7 @@ def test_interrupt_before_the_first_update_exits_with_130(
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("marin_rl.training.session.run_session", interrupted)
+    monkeypatch.setattr("marin_rl.sessions.session.run_session", interrupted)
     assert new_run().train() == 130
     assert "run the same command again" in capfd.readouterr().err
 
@@ -85,7 +85,7 @@ def test_errors_are_escaped(new_run: Callable[..., TinyRun], monkeypatch: pytest
     def failed(*arguments: object, **options: object) -> None:
         raise ValueError("task \x1b[2J\nis wrong")
 
-    monkeypatch.setattr("marin_rl.training.session.run_session", failed)
+    monkeypatch.setattr("marin_rl.sessions.session.run_session", failed)
     assert new_run().train() == 1
     assert capfd.readouterr().err.startswith("error: task \\x1b[2J\nis wrong\n")
     assert main(["--x\x1b[2J", "3"]) == 1
@@ -104,7 +104,7 @@ def test_early_warnings_have_the_format_of_the_log(
 
     # As in a process without pytest's handlers.
     monkeypatch.setattr(logging.getLogger("marin_rl"), "propagate", False)
-    monkeypatch.setattr("marin_rl.training.session.run_session", warn)
+    monkeypatch.setattr("marin_rl.sessions.session.run_session", warn)
     monkeypatch.setattr(evaluate, "run_evaluation", warn)
     assert (new_run().train() if command == "train" else evaluate.main(["--run", "r"])) == 1
     # The function of this test counts as the user's code, whose frames follow.
@@ -115,7 +115,7 @@ def test_early_warnings_have_the_format_of_the_log(
 
 def test_internal_errors_keep_their_traceback(new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch):
     # A builtin has no frame, so no code of a user is on the way to the error.
-    monkeypatch.setattr("marin_rl.training.session.run_session", divmod)
+    monkeypatch.setattr("marin_rl.sessions.session.run_session", divmod)
     with pytest.raises(TypeError, match="divmod"):
         new_run().train()
 

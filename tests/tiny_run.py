@@ -112,12 +112,12 @@ class TinyRun:
     def train(self, *more: str) -> int:
         """Run the command in this process; runs with equal settings share compiled programs."""
         # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
-        from marin_rl import run_parts, supervised_parts
+        from marin_rl.parts import rl, supervised
         from marin_rl.train import main
 
         with (
-            mock.patch.object(run_parts, "Learner", _learner),
-            mock.patch.object(supervised_parts, "Learner", _learner),
+            mock.patch.object(rl, "Learner", _learner),
+            mock.patch.object(supervised, "Learner", _learner),
         ):
             return main([*self.argv, *more])
 

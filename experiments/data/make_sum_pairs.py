@@ -18,7 +18,7 @@ from experiments.data.make_sums import ROWS
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Split
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.training.served_policy import Policy, load_policy
+from marin_rl.sessions.served_policy import Policy, load_policy
 from marin_rl.types import Task
 from marin_rl.utils.settings.yaml_text import from_yaml
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.metrics import is_correct
-from marin_rl.run_parts import RunParts
 from marin_rl.runs.run_directory import check_output
+from marin_rl.sessions.served_policy import load_policy
 from marin_rl.training.evaluation import evaluate
-from marin_rl.training.served_policy import load_policy
 from marin_rl.utils.settings.yaml_text import from_yaml
 
 CONTEXT = 16

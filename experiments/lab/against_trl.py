@@ -30,7 +30,7 @@ from experiments.lab.results.runs import AGAINST_TRL, OURS, ROOT, Record, add, o
 from experiments.rloo_in_code import rloo
 from marin_rl.environments.base import Split
 from marin_rl.export import ExportRunConfig, run_export
-from marin_rl.training.session import run_session
+from marin_rl.sessions.session import run_session
 
 EVERY = 10
 """Steps from one evaluation to the next."""

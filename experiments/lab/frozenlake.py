@@ -18,7 +18,7 @@ from pathlib import Path
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.objectives import AdvantageConfig, GrpoConfig, RlooConfig
-from marin_rl.training.session import run_session
+from marin_rl.sessions.session import run_session
 
 CONFIG = Path(__file__).parents[1] / "gigpo_frozenlake.yaml"
 

@@ -29,7 +29,7 @@ from marin_rl.objectives.aggregation import ConstantConfig, SequenceMeanConfig, 
 from marin_rl.objectives.gae import GaeConfig
 from marin_rl.objectives.kl import RewardKlConfig
 from marin_rl.objectives.policy_loss import CispoLossConfig, GspoLossConfig, PolicyLossConfig, PpoClipLossConfig
-from marin_rl.training.session import run_session
+from marin_rl.sessions.session import run_session
 
 CONFIG = Path(__file__).parents[1] / "rloo.yaml"
 

@@ -32,7 +32,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ReasoningGymConfig
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.scoring import Scorer
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.load import TokenizerConfig

@@ -19,8 +19,8 @@ from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import RandomRewardConfig
-from marin_rl.training.earlier_run import resolve_model
-from marin_rl.training.session import run_session
+from marin_rl.sessions.earlier_run import resolve_model
+from marin_rl.sessions.session import run_session
 
 
 def random_reward(config: TrainConfig, seed: int, probability: float = 0.5) -> TrainConfig:

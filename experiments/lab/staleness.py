@@ -28,13 +28,13 @@ from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.distributed.rollout_source import FinishedGroup, LocalRollouts
 from marin_rl.distributed.scheduler import GroupRequest, RolloutScheduler, StalenessLimits
 from marin_rl.learner.critic import policy_of
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.runs.metrics_file import append_record
 from marin_rl.runs.run_directory import create_or_open
-from marin_rl.training.earlier_run import resolve_model
+from marin_rl.sessions.earlier_run import resolve_model
+from marin_rl.sessions.session import run_session
 from marin_rl.training.loop import TrainingRun, train
 from marin_rl.training.open_run import Start, open_run
-from marin_rl.training.session import run_session
 from marin_rl.types import WeightVersion
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.settings.yaml_text import to_yaml

@@ -27,9 +27,9 @@ from marin_rl.distributed.weights.fetch import TRANSIENT_ERRORS, WeightReceiver,
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.rollouts.run_rollouts import stream_groups
-from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.types import RolloutGroup, WeightVersion
 from marin_rl.utils.devices.setup import exempt_from_collection

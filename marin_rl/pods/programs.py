@@ -28,9 +28,9 @@ from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.model_parts import AbstractModelParts
 from marin_rl.models.lora import Adapter
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.model import AbstractModelParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
@@ -38,7 +38,7 @@ from marin_rl.sampling.decoding import SamplerPrograms, Slots, compile_programs,
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
-from marin_rl.training.recipes import recipe_of
+from marin_rl.sessions.recipes import recipe_of
 from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard

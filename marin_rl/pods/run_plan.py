@@ -15,16 +15,16 @@ from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.starting_weights import hf_folder
-from marin_rl.model_parts import Lengths
 from marin_rl.models.hf_config import read_hf_config
+from marin_rl.parts.model import Lengths
+from marin_rl.parts.rl import RunParts
 from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import GIB, Chip, Number, Topology
 from marin_rl.pods.compiling import CompileFailure, ProgramMemory, chip_bytes, compile_program, memory_remedy
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
-from marin_rl.run_parts import RunParts
+from marin_rl.sessions.earlier_run import resolve_model
 from marin_rl.tokenization.load import TokenizerLoadError
-from marin_rl.training.earlier_run import resolve_model
 from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.sharding import check_sharding
 

@@ -128,7 +128,7 @@ class RunDirectory:
 def create_or_open(path: StoragePath, config_yaml: str, *, stores_rollouts: bool = True) -> RunDirectory:
     """Create a run directory, or open the directory of the same run.
 
-    The caller has compared the configs; see [`plan_changes`][marin_rl.training.config_changes.plan_changes].
+    The caller has compared the configs; see [`plan_changes`][marin_rl.sessions.config_changes.plan_changes].
 
     Args:
         path: the run directory.

@@ -24,7 +24,7 @@ from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight
 from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig, LossKlConfig
 from marin_rl.objectives.shaping import TruncationConfig
 from marin_rl.objectives.value_loss import explained_variance
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, make_unchecked
 from marin_rl.utils.devices.setup import own_rows

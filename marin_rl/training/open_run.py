@@ -19,12 +19,12 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
-from marin_rl.model_parts import AbstractModelParts, Report
 from marin_rl.models.lora import Adapter
+from marin_rl.parts.model import AbstractModelParts, Report
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.rollout_store import EVALUATION, RolloutStore
 from marin_rl.runs.run_directory import CheckpointError

@@ -24,9 +24,9 @@ from marin_rl.data.dataset import Batches, Data, join_pairs
 from marin_rl.data.rows import Example
 from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import pair_sums, preference_metrics
+from marin_rl.parts.supervised import PreferenceParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.saved_checkpoint import DamagedCheckpointError
-from marin_rl.supervised_parts import PreferenceParts
 from marin_rl.training.open_run import Start
 from marin_rl.training.supervised_run import HELD_OUT, SupervisedRun, SupervisedTask, open_on_data, score_examples
 from marin_rl.utils.timing import notice_if_long

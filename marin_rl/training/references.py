@@ -31,7 +31,7 @@ from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.lora import Adapter
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.sampling.client import CompletionsClient
 from marin_rl.sampling.prompt_logprobs import PromptScorer
 from marin_rl.tokenization.load import BYTES, load_tokenizer, other_tokens

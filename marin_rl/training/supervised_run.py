@@ -28,8 +28,8 @@ from marin_rl.data.token_file import TOKENS, write_tokens
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
 from marin_rl.learner.scoring import Scores
+from marin_rl.parts.supervised import SupervisedParts
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.supervised_parts import SupervisedParts
 from marin_rl.training.evaluation import small_sample_warning
 from marin_rl.training.loop import AbstractRun, model_flops_utilization
 from marin_rl.training.open_run import Start, compare_files, load_state, report_resume

@@ -19,9 +19,9 @@ from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import cross_entropy_loss
 from marin_rl.models.lora import Adapter
+from marin_rl.parts.supervised import make_learner, pack_tokens
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
-from marin_rl.supervised_parts import make_learner, pack_tokens
 from marin_rl.training.evaluation import first_of_each
 from marin_rl.types import Task
 from marin_rl.utils import multihost

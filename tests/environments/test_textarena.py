@@ -18,9 +18,9 @@ from marin_rl.environments.textarena import (
     TextArenaEnvironment,
     random_move,
 )
+from marin_rl.parts.rl import make_gateway
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
-from marin_rl.run_parts import make_gateway
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

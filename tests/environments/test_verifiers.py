@@ -19,9 +19,9 @@ from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each
 from marin_rl.environments.splits import Split
 from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment
+from marin_rl.parts.rl import make_gateway
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
-from marin_rl.run_parts import make_gateway
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

@@ -16,7 +16,7 @@ import pytest
 
 from experiments.lab.soak import halt, wake, whole_and_once
 from marin_rl.runs.saved_checkpoint import open_checkpoint
-from marin_rl.training import session
+from marin_rl.sessions import session
 from tests.faults.live_run import all_end, async_settings, live, started
 from tests.fork_server import popen
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, make_run, outcome

@@ -217,7 +217,7 @@ def test_a_store_that_refuses_is_named_before_anything_starts(
     address: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr("marin_rl.model_parts.start_devices", None)  # calling it would raise
+    monkeypatch.setattr("marin_rl.parts.model.start_devices", None)  # calling it would raise
     run = make_run(tmp_path, run_dir=address)
     gcs.faults = faults
     assert run.train() == 1

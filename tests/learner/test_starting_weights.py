@@ -33,9 +33,9 @@ from marin_rl.learner.train_step import Learner
 from marin_rl.models.hf_config import PolicyModelError
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
+from marin_rl.sessions.earlier_run import resolve_model
 from marin_rl.tokenization.load import BYTES, TokenizerConfig, TokenizerLoadError, byte_tokenizer
-from marin_rl.training.earlier_run import resolve_model
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.hub import HubError
@@ -323,7 +323,7 @@ def test_a_hub_name_names_the_tokenizer_too_without_the_run_directory(monkeypatc
         model=LlamaConfig(),
         initialize_from="org/name",
     )
-    monkeypatch.setattr("marin_rl.training.earlier_run.read_hf_architecture", lambda name, model: model)
+    monkeypatch.setattr("marin_rl.sessions.earlier_run.read_hf_architecture", lambda name, model: model)
     assert resolve_model(config).tokenizer.path == "org/name"
 
 

@@ -15,14 +15,14 @@ from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import first_policy
-from marin_rl.model_parts import Lengths
+from marin_rl.parts.model import Lengths
+from marin_rl.parts.rl import longest_rollout
 from marin_rl.pods import run_plan
 from marin_rl.pods.chips import GIB, Number, Topology, parse_topology
 from marin_rl.pods.compiling import CompileFailure, ProgramMemory
 from marin_rl.pods.programs import RunShapes
 from marin_rl.pods.report import describe
 from marin_rl.pods.run_plan import Plan, make_plan
-from marin_rl.run_parts import longest_rollout
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import start_devices

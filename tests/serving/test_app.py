@@ -24,8 +24,8 @@ from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.stops import stop_table
 from marin_rl.serving.protocol import NEUTRAL
+from marin_rl.sessions.served_policy import prompt_scorer
 from marin_rl.tokenization.load import TokenPieces
-from marin_rl.training.served_policy import prompt_scorer
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig

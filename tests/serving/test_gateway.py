@@ -24,11 +24,11 @@ from marin_rl.environments.base import AgentEpisode
 from marin_rl.environments.random_reward import RANDOM, RandomRewards
 from marin_rl.environments.single_turn import SingleTurnEnvironment
 from marin_rl.environments.splits import Split
+from marin_rl.parts.rl import make_gateway
 from marin_rl.rollouts import agent_recorder
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import AllRolloutsFailedError, RolloutRunner, run_tasks
-from marin_rl.run_parts import make_gateway
 from marin_rl.sampling.sampler import Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

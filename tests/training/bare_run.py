@@ -18,9 +18,9 @@ from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.environments.base import AbstractEnvironment
 from marin_rl.learner.scoring import Scores
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

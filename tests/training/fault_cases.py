@@ -73,7 +73,7 @@ def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
         sandboxes.append(Sandbox(config))
         return sandboxes[-1]
 
-    patched.setattr("marin_rl.run_parts.Sandbox", make)
+    patched.setattr("marin_rl.parts.rl.Sandbox", make)
     return sandboxes
 
 

@@ -11,7 +11,7 @@ from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import load_hf_policy
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.utils.devices.setup import start_devices
 from tests.sampling.completions_server import CompletionsServer, SamplerEngine

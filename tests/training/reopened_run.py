@@ -10,7 +10,7 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.open_run import Start, open_run
 from marin_rl.utils.settings.yaml_text import from_yaml

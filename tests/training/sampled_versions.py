@@ -10,8 +10,8 @@ import numpy as np
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.runs.rollout_store import TRAINING, read_rollouts
 from marin_rl.runs.stored_rollout import groups_of_table
-from marin_rl.training.earlier_run import load_run
-from marin_rl.training.served_policy import open_parts
+from marin_rl.sessions.earlier_run import load_run
+from marin_rl.sessions.served_policy import open_parts
 from marin_rl.types import Rollout
 
 

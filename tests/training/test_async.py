@@ -21,7 +21,7 @@ from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner
 from marin_rl.runs.rollout_store import read_rollouts
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.replay import replay_step
+from marin_rl.sessions.replay import replay_step
 from tests.distributed.inline_executor import InlineExecutor
 from tests.distributed.local_client import LocalClient
 from tests.distributed.thread_workers import thread_workers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.replay import replay_step
+from marin_rl.sessions.replay import replay_step
 from marin_rl.utils.event_loop import BackgroundLoop
 from tests.tiny_run import TinyRun, without_timings
 from tests.training.fault_cases import (

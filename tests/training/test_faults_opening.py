@@ -91,7 +91,7 @@ def shy_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def open_it(run: TinyRun, folder: Path, report: Callable[[str], None]) -> None:
     from marin_rl.config.command_line import parse_config
     from marin_rl.config.train_config import TrainConfig
-    from marin_rl.run_parts import RunParts
+    from marin_rl.parts.rl import RunParts
     from marin_rl.training.open_run import Start, open_run
 
     (folder / "rollouts").mkdir()

@@ -21,9 +21,9 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.config import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_tasks
-from marin_rl.run_parts import RunParts
 from marin_rl.runs.rollout_store import RolloutStore, read_rollouts
 from marin_rl.runs.stored_rollout import as_table
 from marin_rl.tokenization.load import TokenPieces

@@ -19,8 +19,8 @@ from marin_rl.distributed.weights.publish import WeightSender
 from marin_rl.distributed.worker import WorkerPolicy
 from marin_rl.learner.base_weights import OtherBaseError
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.replay import replay_step
-from marin_rl.training.run_export import export_once
+from marin_rl.sessions.replay import replay_step
+from marin_rl.sessions.run_export import export_once
 from tests.distributed.thread_workers import thread_workers
 from tests.faults.test_resume import Moment, kill_at, start
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
@@ -100,7 +100,7 @@ def test_the_export_is_the_base_plus_the_product(finished_run: TinyRun, lora_run
 
 
 def adapter_of(run: TinyRun, step: int) -> Any:
-    from marin_rl.run_parts import RunParts
+    from marin_rl.parts.rl import RunParts
     from marin_rl.runs.checkpoint import Checkpoints
 
     config = config_of(run)

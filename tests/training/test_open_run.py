@@ -13,9 +13,9 @@ import pytest
 
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.objectives.kl import LossKlConfig, RewardKlConfig
+from marin_rl.parts.rl import RunParts
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.run_parts import RunParts
 from marin_rl.runs import saved_checkpoint
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.training import open_run
@@ -80,7 +80,7 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
         calls.append(config)
         return Sandbox(config)
 
-    monkeypatch.setattr("marin_rl.run_parts.Sandbox", make)
+    monkeypatch.setattr("marin_rl.parts.rl.Sandbox", make)
     monkeypatch.setattr(
         open_run, "_open_rollout_source", lambda parts, inputs, runner, *_: local_rollouts(parts.config, runner)
     )

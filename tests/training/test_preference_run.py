@@ -57,10 +57,10 @@ def make_run(folder: Path, **changes: Any) -> TinyRun:
 
 def train(run: TinyRun, *more: str) -> int:
     """Run the command in this process; runs with equal settings share the program of an update."""
-    from marin_rl import supervised_parts
     from marin_rl.dpo import main
+    from marin_rl.parts import supervised
 
-    with mock.patch.object(supervised_parts, "Learner", shared_learner):
+    with mock.patch.object(supervised, "Learner", shared_learner):
         return main([*run.argv, *more])
 
 

@@ -178,7 +178,7 @@ def test_scores_are_those_of_the_chosen_weights_behind_the_longer_prompt(finishe
 
 
 def _initial(run: Any) -> LmHeadModel:
-    from marin_rl.run_parts import RunParts
+    from marin_rl.parts.rl import RunParts
 
     checkpoint = run.checkpoints.open(0)
     return RunParts(run.config, run.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)

@@ -29,12 +29,12 @@ from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
+from marin_rl.sessions.replay import FakeShape, make_groups
+from marin_rl.sessions.served_policy import prompt_scorer
 from marin_rl.training.batch_builder import StepToScore
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.references import References
-from marin_rl.training.replay import FakeShape, make_groups
-from marin_rl.training.served_policy import prompt_scorer
 from marin_rl.types import RolloutGroup
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.timing import PhaseTimer

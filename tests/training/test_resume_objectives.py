@@ -20,7 +20,7 @@ import pytest
 from marin_rl.runs.rollout_store import read_rollouts
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.runs.stored_rollout import StoredGroups, groups_of_table
-from marin_rl.training.replay import replay_step
+from marin_rl.sessions.replay import replay_step
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
 from tests.training.reopened_run import config_of
 
@@ -123,7 +123,7 @@ def test_replayed_step_equals_the_run(
             found = groups_of_table(table)
             return found._replace(scores={id: {} for id in found.scores})
 
-        monkeypatch.setattr("marin_rl.training.replay.groups_of_table", without_scores)
+        monkeypatch.setattr("marin_rl.sessions.replay.groups_of_table", without_scores)
     run = train(name).run
     replayed = replay_step(RunDirectory(run.path), config_of(run), 3)
     assert (replayed.start, replayed.weight_difference) == (2, 0.0)

@@ -12,7 +12,7 @@ import pytest
 from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 
 from marin_rl.sampling.policy_check import PROMPTS
-from marin_rl.training.earlier_run import resolve_model
+from marin_rl.sessions.earlier_run import resolve_model
 from tests.distributed.thread_workers import thread_workers
 from tests.sampling.completions_server import CompletionsServer, SamplerEngine, serving
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome

@@ -19,12 +19,12 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from marin_rl import supervised_parts
 from marin_rl.data import dataset
 from marin_rl.export import ExportRunConfig, run_export
+from marin_rl.parts import supervised
+from marin_rl.sessions.earlier_run import load_run, require_rl
+from marin_rl.sessions.served_policy import load_policy
 from marin_rl.sft import main
-from marin_rl.training.earlier_run import load_run, require_rl
-from marin_rl.training.served_policy import load_policy
 from marin_rl.utils.errors import RunDirectoryError
 from tests.fork_server import popen
 from tests.tiny_run import (
@@ -48,7 +48,7 @@ class SftRun(TinyRun):
     """A run directory and its command."""
 
     def train(self, *more: str) -> int:
-        with mock.patch.object(supervised_parts, "Learner", _learner):
+        with mock.patch.object(supervised, "Learner", _learner):
             return main([*self.argv, *more])
 
 

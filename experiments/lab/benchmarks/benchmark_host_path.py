@@ -23,8 +23,8 @@ from experiments.lab.benchmarks.measurement import benchmark_parser, load_config
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.learner.scoring import Scores
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.group_codec import decode_group, encode_group
-from marin_rl.run_parts import RunParts
 from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig, as_parquet
 from marin_rl.runs.stored_rollout import as_table
 from marin_rl.sampling.group_sampler import DECODE_STEPS

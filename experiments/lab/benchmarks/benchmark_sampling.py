@@ -31,8 +31,8 @@ from experiments.lab.benchmarks.measurement import (
 )
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.request_batcher import RequestBatcher
-from marin_rl.run_parts import RunParts
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.utils.devices.setup import device_peak_bytes, start_devices
 from marin_rl.utils.event_loop import BackgroundLoop

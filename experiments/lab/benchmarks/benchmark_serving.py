@@ -38,7 +38,7 @@ from experiments.lab.benchmarks.measurement import (
     timed,
 )
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.app import Server

@@ -36,7 +36,7 @@ from experiments.lab.benchmarks.measurement import (
 from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import seq_len

@@ -50,7 +50,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.objectives.advantage_inputs import TokenAdvantages
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.utils.devices.setup import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import next_token_loss, seq_len

@@ -60,7 +60,7 @@ from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.utils.devices.setup import start_devices
 
 ARRAYS, COLUMNS = 16, 1024

@@ -35,7 +35,7 @@ from experiments.lab.benchmarks.gpu_kernels import REPEATS, kernel_errors
 from experiments.lab.benchmarks.measurement import load_config, timed, without_compilation_cache
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import DeviceError, device_peak_bytes, start_devices
 from marin_rl.utils.host_status import software_versions

@@ -16,8 +16,8 @@ from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.learner.loss import RlLoss, cross_entropy_loss
 from marin_rl.learner.preference_loss import PreferenceLoss
 from marin_rl.learner.train_step import Frozen, Learner
-from marin_rl.model_parts import AbstractModelParts, EqualStep, Lengths
 from marin_rl.objectives.aggregation import SequenceMeanConfig, TokenMeanConfig
+from marin_rl.parts.model import AbstractModelParts, EqualStep, Lengths
 from marin_rl.utils.devices.setup import own_rows
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 

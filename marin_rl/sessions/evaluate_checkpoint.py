@@ -94,9 +94,9 @@ def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
 def _evaluate(config: EvaluateConfig, opened: contextlib.ExitStack) -> tuple[int, dict[str, float]]:
     from marin_rl.config.input_files import NAMED, digest_inputs
     from marin_rl.learner.scoring import Scorer
+    from marin_rl.parts.rl import RunParts
     from marin_rl.rollouts.metrics import FailureReports
-    from marin_rl.run_parts import RunParts
-    from marin_rl.training.earlier_run import load_run, require_rl, restore_checkpoint
+    from marin_rl.sessions.earlier_run import load_run, require_rl, restore_checkpoint
     from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
     from marin_rl.training.shared_run import check_shared_sampling, require_same_tasks
 

@@ -44,7 +44,7 @@ from marin_rl.runs.run_directory import (
     write_atomically,
 )
 from marin_rl.runs.saved_checkpoint import read_manifest
-from marin_rl.training.earlier_run import read_config, require_rl
+from marin_rl.sessions.earlier_run import read_config, require_rl
 from marin_rl.training.run_state import Progress
 from marin_rl.utils.errors import RunDirectoryError, writing
 from marin_rl.utils.settings.decode import decode, encode

@@ -29,15 +29,15 @@ from marin_rl.learner.scoring import Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.lora import Adapter
-from marin_rl.run_parts import RunParts
+from marin_rl.parts.rl import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import holder
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.rollout_store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
 from marin_rl.runs.run_directory import RunDirectory, config_differences
 from marin_rl.runs.stored_rollout import COLUMNS, StoredGroups, TokenScores, groups_of_table
+from marin_rl.sessions.config_changes import read_config_of_step
 from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference, make_batch_builder
-from marin_rl.training.config_changes import read_config_of_step
 from marin_rl.training.loop import (
     TrainedStep,
     model_flops_utilization,

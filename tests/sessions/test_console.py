@@ -11,7 +11,7 @@ from rich.console import Console
 
 from marin_rl.runs.metrics_file import append_record
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.console import (
+from marin_rl.sessions.console import (
     MAX_PLAIN_LINES,
     ProgressDisplay,
     describe_step,

@@ -22,13 +22,13 @@ from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
 from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
+from marin_rl.parts.rl import RunParts
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
 from marin_rl.rewards.grading import NoGraderConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig

@@ -21,10 +21,10 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.learner.config import LoraConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig
+from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.config import ResampleGroupsConfig
-from marin_rl.run_parts import RunParts
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.training.dry_run import describe_run
+from marin_rl.sessions.dry_run import describe_run
 from marin_rl.utils.levanter_line import seq_len
 from marin_rl.utils.remote_path import StorageError
 from tests.tiny_run import PROBLEMS, TinyRun, contents, interrupted_after, make_run
@@ -463,7 +463,7 @@ def test_errors_of_own_environments_are_sentences(
 def test_unreachable_store_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from marin_rl.training import dry_run
+    from marin_rl.sessions import dry_run
 
     def fail(directory: object) -> None:
         raise StorageError("no answer", "memory://unreachable/run", "check the connection")

@@ -16,7 +16,7 @@ from levanter.optim.config import AdamConfig
 from marin_rl.learner.starting_weights import hf_folder
 from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.run_directory import RunDirectory, exported_step
-from marin_rl.training.replay import ReplayError, replay_step
+from marin_rl.sessions.replay import ReplayError, replay_step
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome, without_timings
 from tests.training.reopened_run import config_of
 
@@ -131,7 +131,7 @@ def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(
     def start(*_: object) -> None:
         raise AssertionError("devices were started")
 
-    monkeypatch.setattr("marin_rl.model_parts.start_devices", start)
+    monkeypatch.setattr("marin_rl.parts.model.start_devices", start)
     run = copy_of(finished_run, tmp_path / "copy")
     for path in run.path.rglob("*"):
         os.utime(path, (1, 1))
@@ -192,7 +192,9 @@ def test_a_changed_file_of_a_complete_run_is_refused_until_the_key_is_given_or_t
     assert run.records()[-1]["lr"] == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("place", ["open_run.require_same_tasks", "session.open_records", "session.open_profiler"])
+@pytest.mark.parametrize(
+    "place", ["training.open_run.require_same_tasks", "sessions.session.open_records", "sessions.session.open_profiler"]
+)
 def test_a_start_that_fails_leaves_the_config(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):
@@ -202,7 +204,7 @@ def test_a_start_that_fails_leaves_the_config(
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no tracker")
 
-    monkeypatch.setattr(f"marin_rl.training.{place}", fail)
+    monkeypatch.setattr(f"marin_rl.{place}", fail)
     # With a recorded change, and with one that is not.
     for more in (LONGER, ("--log_level", "debug", "--checkpoint.every", "1")):
         assert run.train(*more) == 1
@@ -223,7 +225,7 @@ def test_a_finished_run_without_its_export_is_exported(
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    "place", ["marin_rl.training.open_run.require_same_tasks", "marin_rl.training.session._export"]
+    "place", ["marin_rl.training.open_run.require_same_tasks", "marin_rl.sessions.session._export"]
 )
 def test_a_new_type_of_the_export_is_exported_after_a_kill(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -239,7 +241,7 @@ def test_a_new_type_of_the_export_is_exported_after_a_kill(
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("place", ["marin_rl.runs.curves.plot_curves", "marin_rl.training.session._export"])
+@pytest.mark.parametrize("place", ["marin_rl.runs.curves.plot_curves", "marin_rl.sessions.session._export"])
 def test_a_run_that_is_killed_at_its_end_is_plotted_and_exported(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):

@@ -23,7 +23,7 @@ from levanter.tracker.tracker import NoopConfig, NoopTracker
 from levanter.tracker.wandb import WandbConfig
 
 from marin_rl.runs.metrics_file import read_records
-from marin_rl.training.step_records import StepRecords, check_trackers, make_tracker, open_profiler
+from marin_rl.sessions.step_records import StepRecords, check_trackers, make_tracker, open_profiler
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import RunDirectoryError, UserError
 from marin_rl.utils.remote_path import RemotePath

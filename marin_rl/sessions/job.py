@@ -147,7 +147,7 @@ def run_job(job: Job, stream: TextIO) -> JobResult:
     Raises:
         ConfigError: if the config is invalid, an input is missing, or has another checksum.
         RunDirectoryError: if the run directory belongs to another job or a run without one, or cannot be used.
-        Exception: as [`run_session`][marin_rl.training.session.run_session].
+        Exception: as [`run_session`][marin_rl.sessions.session.run_session].
     """
     directory = RunDirectory(storage_path(job.run_dir))
     former = _recorded_export(job, directory)
@@ -161,7 +161,7 @@ def run_job(job: Job, stream: TextIO) -> JobResult:
             (directory.hf / EXPORTED_STEP).unlink()
     _record(job, directory, None)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.training.session import run_session
+    from marin_rl.sessions.session import run_session
 
     if not run_session(config, stream):
         return unfinished(job, "interrupted")

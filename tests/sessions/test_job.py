@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from marin_rl.run_job import main
-from marin_rl.training import job as job_module
+from marin_rl.sessions import job as job_module
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.storage import path_digest
 from marin_rl.utils.user_code import MissingPackageError
@@ -167,7 +167,7 @@ def test_a_job_that_has_succeeded_is_not_run_again(attempts: Attempts, monkeypat
     assert (code, result["state"], result["attempt"], result["step"]) == (0, "succeeded", "first", 2)
     assert Path(result["export"]["path"]) == attempts.folder / "run" / "hf"
     with monkeypatch.context() as patch:
-        patch.setattr("marin_rl.training.session.run_session", fail)
+        patch.setattr("marin_rl.sessions.session.run_session", fail)
         assert attempts.run(attempt="second") == (0, {**result, "attempt": "second"})
         # The inputs may be deleted then; another job is still refused.
         (attempts.folder / "rows.jsonl").unlink()
@@ -338,7 +338,7 @@ def test_failures_say_whether_to_retry(
     def run_session(*arguments: Any) -> bool:
         raise error
 
-    monkeypatch.setattr("marin_rl.training.session.run_session", run_session)
+    monkeypatch.setattr("marin_rl.sessions.session.run_session", run_session)
     found, result = attempts.run()
     assert (found, result["failure"]["retry"]) == (code, code == RETRY)
     assert (result["failure"]["type"], result["failure"]["message"]) == (type(error).__name__, str(error))

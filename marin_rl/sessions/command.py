@@ -33,6 +33,6 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     checked = check_command_line(arguments, TRAIN_FLAGS, command)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
     with without_collections():
-        from marin_rl.training.session import run_parsed
+        from marin_rl.sessions.session import run_parsed
 
     return run_parsed(checked.complete(), started)

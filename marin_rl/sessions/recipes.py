@@ -10,10 +10,10 @@ from typing import Any
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.model_parts import AbstractModelParts
-from marin_rl.run_parts import RunParts
-from marin_rl.supervised_parts import PreferenceParts, SupervisedParts
-from marin_rl.training.dry_run import dry_run, dry_run_supervised
+from marin_rl.parts.model import AbstractModelParts
+from marin_rl.parts.rl import RunParts
+from marin_rl.parts.supervised import PreferenceParts, SupervisedParts
+from marin_rl.sessions.dry_run import dry_run, dry_run_supervised
 from marin_rl.training.loop import AbstractRun
 from marin_rl.training.open_run import open_run
 from marin_rl.training.preference_run import open_preferences
@@ -33,7 +33,7 @@ class Recipe:
     open: Callable[..., AbstractRun]
     """Starts or resumes a run, from the class of the parts, the config, the data and a `Start`."""
     check: Callable[..., Sequence[str]]
-    """The dry run; see [`dry_run`][marin_rl.training.dry_run.dry_run]."""
+    """The dry run; see [`dry_run`][marin_rl.sessions.dry_run.dry_run]."""
 
 
 RECIPES = (

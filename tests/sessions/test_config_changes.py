@@ -20,7 +20,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.runs.run_directory import RunDirectory, create_or_open
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.training.config_changes import (
+from marin_rl.sessions.config_changes import (
     Change,
     changed_values,
     plan_changes,

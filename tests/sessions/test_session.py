@@ -14,7 +14,7 @@ import pytest
 from marin_rl.environments.base import Step
 from marin_rl.environments.single_turn import SingleTurnEpisode
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.session import stop_on_signals
+from marin_rl.sessions.session import stop_on_signals
 from marin_rl.utils.errors import RunDirectoryError
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun, contents, copy_of, interrupted_after, outcome
@@ -202,7 +202,7 @@ def test_sigterm_during_evaluation_saves_step_and_resume_repeats_evaluation(
     assert outcome(run) == outcome(finished_run)
 
 
-@pytest.mark.parametrize("slow", ["environments.dataset.DatasetConfig.build", "model_parts.first_policy"])
+@pytest.mark.parametrize("slow", ["environments.dataset.DatasetConfig.build", "parts.model.first_policy"])
 def test_sigterm_interrupts_the_preparation_of_a_run(
     new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slow: str
 ):

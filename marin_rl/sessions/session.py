@@ -28,7 +28,7 @@ from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.learner.starting_weights import check_weight_files
 from marin_rl.runs.lock import lock
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, create_or_open, exported_step
-from marin_rl.training.config_changes import (
+from marin_rl.sessions.config_changes import (
     Change,
     changed_values,
     finished_progress,
@@ -36,13 +36,13 @@ from marin_rl.training.config_changes import (
     record_changes,
     refuse_moved_runs,
 )
-from marin_rl.training.console import ProgressDisplay, describe_step, print_and_log, report_finished
-from marin_rl.training.earlier_run import export_folder, read_config, resolve_model
+from marin_rl.sessions.console import ProgressDisplay, describe_step, print_and_log, report_finished
+from marin_rl.sessions.earlier_run import export_folder, read_config, resolve_model
+from marin_rl.sessions.recipes import recipe_of
+from marin_rl.sessions.step_records import StepRecords, check_trackers, open_profiler, open_records
 from marin_rl.training.loop import AbstractRun, train
 from marin_rl.training.open_run import Start
-from marin_rl.training.recipes import recipe_of
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
-from marin_rl.training.step_records import StepRecords, check_trackers, open_profiler, open_records
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
 from marin_rl.utils.errors import Closing, UserError, explain, writing

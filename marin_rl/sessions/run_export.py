@@ -16,8 +16,8 @@ from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import hf_location
 from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.saved_checkpoint import Checkpoint
-from marin_rl.training.earlier_run import export_folder, load_run, replace_export, restore_checkpoint
-from marin_rl.training.served_policy import open_parts
+from marin_rl.sessions.earlier_run import export_folder, load_run, replace_export, restore_checkpoint
+from marin_rl.sessions.served_policy import open_parts
 from marin_rl.utils.errors import UserError, writing
 from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path
 

@@ -19,7 +19,7 @@ from marin_rl.objectives.policy_loss import PpoClipLossConfig
 from marin_rl.runs.lock import lock
 from marin_rl.runs.rollout_store import as_parquet, read_file
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.training.replay import FakeShape, ReplayError, make_groups, parse_shape, replay_step, train_on_fake
+from marin_rl.sessions.replay import FakeShape, ReplayError, make_groups, parse_shape, replay_step, train_on_fake
 from marin_rl.utils.errors import USER_ERRORS
 from tests.tiny_run import TinyRun, contents, copy_of, without_timings
 from tests.training.reopened_run import config_of

@@ -19,16 +19,16 @@ from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.learner.scoring import sequence_scorer
-from marin_rl.model_parts import AbstractModelParts
 from marin_rl.models.lora import merge_adapter
+from marin_rl.parts.model import AbstractModelParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.stops import stop_text_bytes
 from marin_rl.serving.options import choose_context
+from marin_rl.sessions.earlier_run import load_run, restore_checkpoint
+from marin_rl.sessions.recipes import recipe_of
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.training.earlier_run import load_run, restore_checkpoint
-from marin_rl.training.recipes import recipe_of
 from marin_rl.utils.devices.setup import platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError

@@ -23,7 +23,8 @@ from marin_rl.environments.dataset import DatasetConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
-from marin_rl.model_parts import Report
+from marin_rl.parts.model import Report
+from marin_rl.parts.rl import RunParts
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.sandbox.config import SandboxConfig
@@ -31,22 +32,15 @@ from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
-from marin_rl.run_parts import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import check_usable
 from marin_rl.runs.run_directory import RunDirectory, require_config
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.sampling.sampler import PromptTooLongError
-from marin_rl.tokenization.chat_template import ChatTemplateError
-from marin_rl.training import evaluation, warm_start
-from marin_rl.training.config_changes import finished_progress, plan_changes
-from marin_rl.training.earlier_run import resolve_model
-from marin_rl.training.open_run import read_progress
-from marin_rl.training.references import check_reference
-from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
-from marin_rl.training.step_records import check_trackers
-from marin_rl.training.supervised_run import read_data, small_held_out
-from marin_rl.training.trial_rollouts import (
+from marin_rl.sessions.config_changes import finished_progress, plan_changes
+from marin_rl.sessions.earlier_run import resolve_model
+from marin_rl.sessions.step_records import check_trackers
+from marin_rl.sessions.trial_rollouts import (
     TRIAL_TASKS,
     FixedReplies,
     agent_environments,
@@ -56,6 +50,12 @@ from marin_rl.training.trial_rollouts import (
     try_replies,
     without_judge,
 )
+from marin_rl.tokenization.chat_template import ChatTemplateError
+from marin_rl.training import evaluation, warm_start
+from marin_rl.training.open_run import read_progress
+from marin_rl.training.references import check_reference
+from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
+from marin_rl.training.supervised_run import read_data, small_held_out
 from marin_rl.types import Task
 from marin_rl.utils.devices.setup import microbatch_rows
 from marin_rl.utils.errors import USER_ERRORS, Closing, describe
