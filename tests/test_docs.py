@@ -559,6 +559,7 @@ def test_metrics_are_reduced_as_documented(everything: list[dict[str, Any]]) -> 
     assert second["critic/explained_variance"] != 0.0
 
 
+@pytest.mark.medium
 def test_episodes_include_dropped_groups(everything: list[dict[str, Any]]) -> None:
     """Every group has 4 rollouts."""
     played = 0

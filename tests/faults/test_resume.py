@@ -157,6 +157,7 @@ def test_leftovers_of_a_killed_process_are_ignored_and_damaged_checkpoints_skipp
     assert not list(run.path.rglob("half"))
 
 
+@pytest.mark.medium
 def test_run_stops_when_every_checkpoint_is_damaged(
     finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

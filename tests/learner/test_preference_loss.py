@@ -63,6 +63,7 @@ def answers(tiny, trainer):
     return np.array(found, np.float64), pull
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CONFIGS)
 def test_update_matches_one_answer_after_another(tiny, trainer, updates, answers, name):
     config, (logprobs, pull) = CONFIGS[name], answers

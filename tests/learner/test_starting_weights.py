@@ -47,6 +47,7 @@ from tests.tiny_run import TinyRun, copy_of
 from tests.training.reopened_run import config_of
 
 
+@pytest.mark.medium
 def test_missing_model_section_is_read_from_weights(finished_run: TinyRun):
     config = config_of(finished_run)
     assert resolve_model(config) is config

@@ -81,6 +81,7 @@ def test_a_new_adapter_changes_no_bit(name: str, precision: str, logits_of) -> N
     np.testing.assert_array_equal(logits_of(merge_adapter(adapted)), expected)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "mixtral", "olmo2", "qwen3"])
 def test_the_merged_weights_are_those_of_numpy_and_compute_the_same(name: str, logits_of) -> None:
     base = make_base(name)

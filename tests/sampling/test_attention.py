@@ -138,6 +138,7 @@ def test_output_equals_float64_attention(form: AttentionForm, soft_cap: float | 
     assert max(errors) < 1e-5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("platform", ["cpu", "gpu", pytest.param("tpu", marks=pytest.mark.medium)])
 @pytest.mark.parametrize("window", [1, 40, 200])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])

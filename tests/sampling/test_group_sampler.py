@@ -453,6 +453,7 @@ def test_weights_with_nan_raise_and_do_not_affect_later_calls(sampler: GroupSamp
     assert sampler.sample(requests) == expected
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.medium), 2])
 def test_parity_on_eight_devices_with_the_learners_sharding(model_axis_size: int):
     script = pathlib.Path(__file__).with_name("sharded_parity.py")

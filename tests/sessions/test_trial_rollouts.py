@@ -128,6 +128,7 @@ def batch(path: Path, body: str) -> list[dict[str, Any]]:
     return [{"type": "function", "path": str(written(path / "own.py", code)), "function": "own"}]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "body",
     [
@@ -155,6 +156,7 @@ def test_a_function_without_a_score_for_wrong_replies_is_an_error(
     assert not any("no problems found" in line or "trial rollouts failed" in line for line in lines)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "body",
     [

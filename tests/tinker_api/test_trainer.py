@@ -456,6 +456,7 @@ def test_a_folder_that_cannot_be_written_changes_nothing(make, tmp_path: Path):
     assert trainer.optim_step(AdamParams())["grad_norm"] > 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "setting",
     [
@@ -490,6 +491,7 @@ def test_settings_that_float32_cannot_compute_with_change_nothing(make, setting:
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "change",
     [

@@ -307,6 +307,7 @@ RUNS = st.tuples(
 ).map(lambda run: run[0] * run[1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LONG)
 @settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(text=st.lists(RUNS, min_size=1, max_size=4).map("".join), limit=st.sampled_from([1, 2, 7, 40]))

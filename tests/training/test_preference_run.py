@@ -80,6 +80,7 @@ def test_first_loss_is_log_2(finished: TinyRun) -> None:
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.medium
 def test_margins_rise_and_the_loss_falls(finished: TinyRun) -> None:
     last = finished.records()[-1]
     assert last["eval/held_out/loss/dpo"] < math.log(2) - 0.02

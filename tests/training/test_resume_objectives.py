@@ -186,6 +186,7 @@ def test_resampled_groups_advance_the_task_stream(train: Callable[[str], Trained
     assert {"mismatch/weight_mean", "mismatch/weight_max"} <= set(records[0])
 
 
+@pytest.mark.medium
 def test_training_starts_from_policy_of_run_with_critic(train: Callable[[str], Trained], tmp_path: Path):
     trained = train("ppo")
     settings = {

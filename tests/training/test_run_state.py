@@ -121,6 +121,7 @@ def all_changes(before: list[dict[str, dict[str, str]]]) -> list[str]:
     return [line for old, new in zip(before, all_inputs(), strict=True) for line in input_changes(old, new)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FILES)
 def test_every_changed_input_is_named(folder: Path, name: str):
     before = all_inputs()

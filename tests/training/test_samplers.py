@@ -128,6 +128,7 @@ def test_server_reload_error_ends_an_async_run(
     assert "Traceback" not in error
 
 
+@pytest.mark.medium
 def test_evaluation_of_a_run_needs_no_server(pair: Pair, capsys: pytest.CaptureFixture[str]):
     from marin_rl.evaluate import main
 

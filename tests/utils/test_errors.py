@@ -21,7 +21,7 @@ INTERNAL = {
     *("ToolError", "ToolTimeoutError", "EpisodeEndedError", "ApiError", "RequestError"),
     *("EnvironmentFault", "ForeignError", "AgentError", "GameError", "OpenEnvServerError"),  # fail a rollout
     *("NoAnswerError", "RewardCallError", "RewardFunctionError", "_RetryableError", "VerdictError", "WorkerLostError"),
-    *("NoResponseError", "_LooksAheadError"),  # become another error, or another way to render
+    *("NoResponseError", "RecordedError", "_LooksAheadError"),  # become another error, or another way to go on
     *("OutputError", "HelpShown", "StopRequestedError"),  # end a command, a check or a step
 }
 """Errors that are handled before they reach the command line."""
