@@ -310,7 +310,7 @@ def _thread_states(pid: int) -> list[str]:
 
 
 def _workers(run: LiveRun) -> list[int]:
-    return run.named("ray::Worker")
+    return run.named("ray::RayWorker")
 
 
 def kill_in_transfer(run: LiveRun) -> None:

@@ -164,7 +164,7 @@ def run_workers(machines: Machines) -> list[int]:
     workers = []
     for pid in [*machines.processes(0), *machines.processes(1)]:
         with contextlib.suppress(OSError):
-            if (Path("/proc") / str(pid) / "cmdline").read_text().startswith("ray::Worker"):
+            if (Path("/proc") / str(pid) / "cmdline").read_text().startswith("ray::RayWorker"):
                 workers.append(pid)
     return workers
 

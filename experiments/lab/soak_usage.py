@@ -55,7 +55,7 @@ def shared_memory() -> float:
 
 
 def _kind(name: str) -> str:
-    return "workers" if name.startswith("ray::Worker") else "coordinator" if "::Coordinator" in name else "ray"
+    return "workers" if name.startswith("ray::RayWorker") else "coordinator" if "::Coordinator" in name else "ray"
 
 
 def _sizes(folder: Path) -> Iterator[int]:

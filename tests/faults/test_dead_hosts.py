@@ -40,7 +40,7 @@ def kill_in_transfer_of(version: int, killed: int, run: TinyRun) -> set[Child]:
         children = main.children() | training[1].children()
         kill_in_transfer(training[killed])
         assert left.end() != 0
-        all_end([child for child in children if child.name.startswith(("ray::Worker", "ray::Coordinator"))])
+        all_end([child for child in children if child.name.startswith(("ray::RayWorker", "ray::Coordinator"))])
     # Jax may end the other process before its collective operation fails.
     assert EXPLAINED in left.said or JAX_ENDS in left.said, left.said
     assert main.saved_steps < STEPS

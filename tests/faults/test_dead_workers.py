@@ -38,17 +38,17 @@ def test_run_survives_killed_and_paused_workers_and_coordinator(
     run = endless_run(finished_run, new_run)
     with started(run):
         run.wait_until(lambda: run.steps >= 3, "step 3")
-        (first, *_) = run.named("ray::Worker")
+        (first, *_) = run.named("ray::RayWorker")
         os.kill(first, signal.SIGKILL)
         trains_on(run)
-        for worker in run.named("ray::Worker"):
+        for worker in run.named("ray::RayWorker"):
             os.kill(worker, signal.SIGKILL)
         trains_on(run)
         # Workers that are paused beyond the heartbeat timeout are dropped, and join again when they continue.
         # A coordinator that was itself delayed may hear of them first.
         given_up = run.records()[-1]["workers/lost"]
         while run.records()[-1]["workers/lost"] == given_up:
-            pause(run.named("ray::Worker"), 2 * HEARTBEAT_TIMEOUT)
+            pause(run.named("ray::RayWorker"), 2 * HEARTBEAT_TIMEOUT)
             trains_on(run)
         (coordinator,) = run.named("ray::Coordinator")
         os.kill(coordinator, signal.SIGKILL)
