@@ -258,14 +258,14 @@ def _held(run: RunShapes) -> dict[str, Number]:
     held["optimizer"] = chip_bytes(run.place(state)) - held["weights"]
     # The log-probabilities of the reference of pairs are computed with the first weights, and kept on the host.
     config = run.config
-    reference = run.rl.reference if config.needs_reference or config.needs_teacher else None
     if config.needs_reference:
         teachers = {part.path for part in run.rl.reference.parts if isinstance(part, CheckpointReferenceConfig)}
         shapes = [teacher_spec(cast(RunParts, run.parts), path).policy for path in teachers]
         shapes += [run.sent] if config.needs_initial_policy else []
         held["reference"] = sum(chip_bytes(run.place(shape)) for shape in shapes)
     # A checkpoint that also scores is loaded once.
-    if run.teacher is not None and not ("reference" in held and isinstance(reference, CheckpointReferenceConfig)):
+    is_loaded = "reference" in held and isinstance(run.rl.reference, CheckpointReferenceConfig)
+    if run.teacher is not None and not is_loaded:
         held["teacher"] = chip_bytes(run.teacher)
     if config.is_async:
         dtype, leaves = run.rl.weights.sent_dtype, cast(Any, jax.tree.leaves(run.sent))

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The commands that train: what differs between them, beside their configs."""
+"""The recipe of each command that trains: the classes of its config and parts, its data, start and dry run."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
