@@ -15,6 +15,8 @@ from tests.training.sampled_versions import each_of_one_version
 from tests.training_hosts import hosts, started
 
 STEPS = 12
+ACTORS = ("RayWorker", "Coordinator")
+"""Classes of the processes that Ray starts for a run."""
 EXPLAINED = "Run the same command on all hosts to resume from the last checkpoint"
 JAX_ENDS = "This most likely indicates that another task died; see the other task logs for more details"
 
@@ -40,7 +42,9 @@ def kill_in_transfer_of(version: int, killed: int, run: TinyRun) -> set[Child]:
         children = main.children() | training[1].children()
         kill_in_transfer(training[killed])
         assert left.end() != 0
-        all_end([child for child in children if child.name.startswith(("ray::RayWorker", "ray::Coordinator"))])
+        actors = {name: [child for child in children if child.name.startswith(f"ray::{name}")] for name in ACTORS}
+        assert all(actors.values()), children
+        all_end([child for of_name in actors.values() for child in of_name])
     # Jax may end the other process before its collective operation fails.
     assert EXPLAINED in left.said or JAX_ENDS in left.said, left.said
     assert main.saved_steps < STEPS
