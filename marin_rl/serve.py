@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from marin_rl.config.command_line import parse_config, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
-from marin_rl.serving.options import check_source, read_key, require_model
+from marin_rl.serving.options import CALL_SECONDS, check_source, read_key, require_model
 from marin_rl.utils.output import escape_line, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.user_code import require_extra
@@ -89,9 +89,9 @@ def serve(config: ServeConfig) -> None:
             require_model(config.model)
         print(f"loading the weights of {escape_line(str(config.run or config.model))}", file=sys.stderr, flush=True)
         # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-        from marin_rl.serving.app import Server
-        from marin_rl.serving.engine import CALL_SECONDS, Engine
-        from marin_rl.serving.protocol import RequestLimits
+        from marin_rl.serving.openai.app import Server
+        from marin_rl.serving.openai.engine import Engine
+        from marin_rl.serving.openai.protocol import RequestLimits
         from marin_rl.sessions.served_policy import load_policy
         from marin_rl.utils.devices.setup import exempt_from_collection
 

@@ -81,11 +81,11 @@ def serve(config: TinkerConfig) -> None:
     with listen(config.host, config.port, config.client_seconds) as listener:
         print(f"loading the weights of {escape_line(source)}", file=sys.stderr, flush=True)
         # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
+        from marin_rl.serving.tinker.checkpoints import ServedModel
+        from marin_rl.serving.tinker.endpoints import TinkerApp
+        from marin_rl.serving.tinker.service import Service
+        from marin_rl.serving.tinker.trainer import open_trainer
         from marin_rl.sessions.run_export import export_once
-        from marin_rl.tinker_api.checkpoints import ServedModel
-        from marin_rl.tinker_api.endpoints import TinkerApp
-        from marin_rl.tinker_api.service import Service
-        from marin_rl.tinker_api.trainer import open_trainer
         from marin_rl.utils.devices.setup import exempt_from_collection
 
         names, weights = (source,), Path(source).absolute()

@@ -40,7 +40,7 @@ OTHER_TESTS = (
     "tests/utils/settings",
     "tests/utils/test_levanter_line.py",
     "tests/training/test_loop.py",
-    "tests/tinker_api/test_trainer.py",
+    "tests/serving/tinker/test_trainer.py",
 )
 """The tests that run on both lines: all that calls levanter, haliax, jax or transformers directly, and a short run."""
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.serving.tinker.messages import message_class
 from marin_rl.sessions.run_export import export_once
 from marin_rl.sessions.served_policy import load_policy
 from marin_rl.tinker import main
-from marin_rl.tinker_api.messages import message_class
 from marin_rl.utils.errors import UserError
-from tests.tinker_api.wire import Wire
+from tests.serving.tinker.wire import Wire
 from tests.tiny_run import TinyRun, contents, copy_of
 
 Capture = pytest.CaptureFixture[str]

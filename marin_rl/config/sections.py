@@ -11,19 +11,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from marin_rl.batching.packing import GroupRow
+from marin_rl.batching.rows import ROW_MULTIPLE, TOKENS_PER_MICROBATCH
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 
 if TYPE_CHECKING:
     from marin_rl.learner.attention_kernel import AttentionKernel
-
-ROW_MULTIPLE = 128
-"""The default length of a packed row is rounded up to a multiple of this."""
-LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
-TOKENS_PER_MICROBATCH = {"cpu": 768, "gpu": 8192, "tpu": 8192}
-"""Positions of a microbatch on each device, by platform, if the config does not set the number of rows. On a CPU the
-activations of a small microbatch stay in the cache; an accelerator needs a large one to be busy."""
 
 
 @dataclasses.dataclass(frozen=True)

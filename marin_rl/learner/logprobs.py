@@ -38,6 +38,8 @@ from marin_rl.learner.blocks import (
     split_tokens,
 )
 
+LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+"""Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
 Statistic = Callable[
     [Float32[Array, "shard block vocab"], Float32[Array, "shard block vocab"], Int[Array, "shard block"]],
     Shaped[Array, "shard block"],

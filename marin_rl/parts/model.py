@@ -18,10 +18,10 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.sections import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
+from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.learner.starting_weights import first_policy

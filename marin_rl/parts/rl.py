@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import Prompt, RowLayout
+from marin_rl.batching.rows import TOKENS_PER_MICROBATCH
 from marin_rl.config.reference_config import decays
-from marin_rl.config.sections import TOKENS_PER_MICROBATCH, Mode
+from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.random_reward import RandomRewardConfig
@@ -350,7 +351,7 @@ def make_gateway(
     @functools.cache
     def gateway() -> Any:
         # Imported here because the extra `serve` is optional.
-        from marin_rl.serving.gateway import Gateway
+        from marin_rl.serving.openai.gateway import Gateway
 
         return Gateway(tokenizer, limits, vocab_size, has_stop_texts=has_stop_texts)
 

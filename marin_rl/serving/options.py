@@ -11,6 +11,8 @@ from marin_rl.utils.errors import UserError
 from marin_rl.utils.settings.fields import is_loopback, local_path, read_api_key
 from marin_rl.utils.storage import storage_path
 
+CALL_SECONDS = 0.1
+"""Time after which a server's sampler accepts further requests, and returns the next tokens of streams."""
 _DEFAULT_CONTEXT = 4096
 
 

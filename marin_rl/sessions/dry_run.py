@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, EvaluationConfig, Mode, WarmStartConfig
+from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.dataset import describe as describe_data
@@ -21,6 +21,7 @@ from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.dataset import DatasetConfig
 from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
+from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
 from marin_rl.parts.model import Report

@@ -13,10 +13,11 @@ from typing import NamedTuple, cast
 
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.batching.rows import TOKENS_PER_MICROBATCH
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.sections import LOGPROB_BLOCK_SIZE, TOKENS_PER_MICROBATCH
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.learner.scoring import sequence_scorer
 from marin_rl.models.lora import merge_adapter

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Configs of agents. Their episodes are tested with the server, in tests/serving/test_gateway.py."""
+"""Configs of agents. Their episodes are tested with the server, in tests/serving/openai/test_gateway.py."""
 
 import asyncio
 import os

@@ -18,10 +18,10 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import Sampler, WeightPoll
-from marin_rl.serving.app import Server
-from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen, url_of
-from marin_rl.serving.protocol import RequestLimits
+from marin_rl.serving.openai.app import Server
+from marin_rl.serving.openai.engine import Engine
+from marin_rl.serving.openai.protocol import RequestLimits
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from tests.sampling.families import FAMILIES, random_model

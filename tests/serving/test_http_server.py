@@ -22,9 +22,9 @@ from starlette.applications import Starlette
 
 from experiments.lab.benchmarks.benchmark_serving import ask_all, request_bytes
 from marin_rl.sampling.sampler import SampleRequest, WeightPoll
-from marin_rl.serving import app
-from marin_rl.serving.engine import Engine
 from marin_rl.serving.http_server import HttpServer, listen
+from marin_rl.serving.openai import app
+from marin_rl.serving.openai.engine import Engine
 from marin_rl.types import Generation
 from marin_rl.utils.seeds import derive_seed
 from tests.scripted_sampler import TokenSampler
@@ -37,7 +37,7 @@ from tests.serving.serving_cases import (
     tiny_sampler,
     until,
 )
-from tests.tinker_api import wire
+from tests.serving.tinker import wire
 
 
 class Held:

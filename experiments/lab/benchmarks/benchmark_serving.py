@@ -41,10 +41,11 @@ from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.parts.rl import RunParts
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.serving.app import Server
-from marin_rl.serving.engine import CALL_SECONDS, Engine, EngineRequest
 from marin_rl.serving.http_server import HttpServer, listen
-from marin_rl.serving.protocol import RequestLimits
+from marin_rl.serving.openai.app import Server
+from marin_rl.serving.openai.engine import Engine, EngineRequest
+from marin_rl.serving.openai.protocol import RequestLimits
+from marin_rl.serving.options import CALL_SECONDS
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import exempt_from_collection, start_devices
 

@@ -41,7 +41,7 @@ from experiments.lab.benchmarks.measurement import (
 )
 from experiments.lab.benchmarks.watched_process import cpu_seconds
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.tinker_api.messages import message_class
+from marin_rl.serving.tinker.messages import message_class
 
 T = TypeVar("T")
 POLL_SECONDS = 0.005

@@ -1,0 +1,2 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
