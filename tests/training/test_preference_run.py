@@ -178,12 +178,14 @@ def test_resumed_run_of_an_adapter_is_bit_equal(from_base: dict[str, TinyRun], t
 @pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     """Each process scores the reference and packs the batches itself, and feeds its rows."""
-    settings = {"num_steps": 3, "trainer__per_device_parallelism": 2}
-    runs = {count: make_run(tmp_path / str(count), **settings) for count in (1, 2)}
-    trained = [host for count, run in runs.items() for host in hosts(run, count, devices=4 // count)]
-    processes = [dataclasses.replace(host, program="marin_rl.dpo") for host in trained]
+    runs = {
+        count: make_run(tmp_path / str(count), num_steps=3, trainer__per_device_parallelism=8 // devices)
+        for count, devices in ((1, 1), (2, 4))
+    }
+    assert train(runs[1]) == 0
+    processes = [dataclasses.replace(host, program="marin_rl.dpo") for host in hosts(runs[2], 2)]
     with started(processes):
-        assert [host.end() for host in processes] == [0, 0, 0], [host.output.read_text() for host in processes]
+        assert [host.end() for host in processes] == [0, 0], [host.output.read_text() for host in processes]
     for found, expected in zip(runs[2].records(), runs[1].records(), strict=True):
         for name, value in without_timings(expected).items():
             if not name.endswith("accuracies"):  # ties before the first update

@@ -7,7 +7,7 @@ First in `mode: async`, with Ray and a rollout worker, then in `mode: sync`, wit
 """
 
 import dataclasses
-import itertools
+import functools
 import json
 import os
 import signal
@@ -23,11 +23,11 @@ from experiments.lab.soak import LiveRun
 from marin_rl.runs.lock import lock
 from marin_rl.runs.run_directory import RunDirectory
 from tests.cpu_host import cpu_host
+from tests.distributed.thread_workers import thread_workers
 from tests.fork_server import popen
 from tests.gcs_emulator import Gcs
 from tests.tiny_run import (
     TinyRun,
-    interrupted_after,
     make_run,
     outcome,
     set_num_steps,
@@ -78,19 +78,15 @@ def outputs_at_end(training: Sequence[LiveRun], code: int = 0) -> list[str]:
     return outputs
 
 
-def train_together(*runs: Sequence[LiveRun]) -> None:
-    """Run the processes of several runs at the same time."""
-    with started(list(itertools.chain(*runs))):
-        for training in runs:
-            outputs_at_end(training)
-
-
 @pytest.fixture(scope="module")
 def async_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
-    """Runs in one and two processes, by their number, which train at the same time."""
+    """Runs by their number of processes: this one with a worker in a thread, and two with Ray."""
     folder = tmp_path_factory.mktemp("async")
     runs = {count: make(folder / str(count)) for count in (1, 2)}
-    train_together(*(hosts(run, count) for count, run in runs.items()))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
+        assert runs[1].train() == 0
+    train(runs[2], 2)
     return runs
 
 
@@ -111,7 +107,7 @@ def test_two_processes_train_like_one(async_runs: dict[int, TinyRun]) -> None:
     for found, expected in zip(comparable(shared), comparable(alone), strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            # The rollouts are equal, but sums over four devices in two processes differ from sums over two devices.
+            # The rollouts are equal, but sums over four devices in two processes differ from sums over one device.
             if not name.startswith("batch/"):
                 assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     assert all(record["grad_norm"] > 0 for record in shared.records()[1:])
@@ -220,15 +216,19 @@ def train_sync(run: TinyRun, count: int, **how: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sync_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TinyRun]:
-    """Runs on the same devices, by their number of processes; two processes continue a run of four after step 3.
-
-    The first two train at the same time.
-    """
+    """Runs on the same devices, by their number of processes; that of two is killed inside its fourth checkpoint."""
     folder = tmp_path_factory.mktemp("sync")
-    runs = {count: make_sync(folder / str(count)) for count in (1, 4)}
-    train_together(*(hosts(run, count, devices=DEVICES // count) for count, run in runs.items()))
-    runs[2] = interrupted_after(runs[4], 3, folder / "2")
-    train_sync(runs[2], 2)
+    runs = {count: make_sync(folder / str(count)) for count in (1, 2)}
+    training = hosts(runs[2], 2, devices=DEVICES // 2)
+    # The main process; the other one ends by itself without it.
+    training[0].popen = functools.partial(popen, kill_at=(r"os\.mkdir .*\.step-00000003\.[^/]*partial$", 3))
+    with started(training):
+        codes = [host.end() for host in training]
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] != 0
+    assert training[0].saved_steps == 2
+    for count, run in runs.items():
+        train_sync(run, count)
     return runs
 
 
@@ -252,9 +252,10 @@ def assert_equal_to_rounding(found: TinyRun, expected: TinyRun) -> None:
         np.testing.assert_allclose(weights[name], array, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_sample_and_train_like_one(sync_runs: dict[int, TinyRun], count: int) -> None:
-    run = sync_runs[count]
+def test_killed_processes_sample_and_train_like_one(sync_runs: dict[int, TinyRun]) -> None:
+    """tests/pods/test_local.py kills the other process."""
+    run = sync_runs[2]
+    assert "resuming after step 2, from " in (run.path / "log.txt").read_text()
     assert_equal_to_rounding(run, sync_runs[1])
     assert all(record["grad_norm"] > 0 for record in run.records()[1:])
     accuracies = [record["eval/ones/accuracy_sampled"] for record in run.records() if "eval/ones/tasks" in record]
@@ -300,20 +301,14 @@ def test_an_error_in_one_process_ends_the_other_with_its_message(tmp_path: Path)
     assert errors[1 - failed] == f"error: training process {failed} ended with an error: PromptTooLongError: {cause}"
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "main killed"])
-def test_a_stopped_or_killed_run_resumes_in_one_process(killed: bool, tmp_path: Path) -> None:
-    """tests/pods/test_local.py kills the other process."""
+def test_a_stopped_run_resumes_in_one_process(tmp_path: Path) -> None:
     run = make_sync(tmp_path / "run", num_steps=100_000, warm_start__max_steps=0, evaluation__tasks=0)
     training = hosts(run, 2, devices=2)
     with started(training):
         training[0].wait_until(lambda: training[0].saved_steps >= 2, "the checkpoint of step 2")
-        if killed:
-            training[0].kill()
-            assert training[1].end() != 0
-        else:
-            training[1].process.terminate()
-            assert [host.end() for host in training] == [0, 0], [host.output.read_text() for host in training]
-            assert "stopped after step" in training[0].output.read_text()
+        training[1].process.terminate()
+        assert [host.end() for host in training] == [0, 0], [host.output.read_text() for host in training]
+        assert "stopped after step" in training[0].output.read_text()
     saved = training[0].saved_steps
     set_num_steps(run, saved + 2)
     assert run.train() == 0

@@ -207,14 +207,14 @@ def test_an_adapter_is_trained_resumed_and_merged(finished: SftRun, tmp_path: Pa
 def test_two_processes_train_like_one(tmp_path: Path):
     """Each process packs the batches itself, and feeds its rows."""
     runs = {}
-    for count in (1, 2):
+    for count, devices in ((1, 1), (2, 4)):
         folder = tmp_path / str(count)
         folder.mkdir()
-        runs[count] = make(folder, num_steps=3, trainer__per_device_parallelism=2)
-    trained = [host for count, run in runs.items() for host in hosts(run, count, devices=4 // count)]
-    processes = [dataclasses.replace(host, program="marin_rl.sft") for host in trained]
+        runs[count] = make(folder, num_steps=3, trainer__per_device_parallelism=8 // devices)
+    assert runs[1].train() == 0
+    processes = [dataclasses.replace(host, program="marin_rl.sft") for host in hosts(runs[2], 2)]
     with started(processes):
-        assert [host.end() for host in processes] == [0, 0, 0], [host.output.read_text() for host in processes]
+        assert [host.end() for host in processes] == [0, 0], [host.output.read_text() for host in processes]
     for found, expected in zip(runs[2].records(), runs[1].records(), strict=True):
         for name, value in without_timings(expected).items():
             assert found[name] == pytest.approx(value, rel=1e-5), name
