@@ -690,7 +690,7 @@ def test_random_control_replaces_returned_and_posted_rewards(max_turns: int):
 @pytest.mark.medium
 def test_program_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SECRET", "x")
-    page = Path(__file__).parents[2] / "docs" / "pages" / "environments.md"
+    page = Path(__file__).parents[3] / "docs" / "pages" / "environments.md"
     [program] = re.findall(r"```python title=\"agent.py\"\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     file = tmp_path / "agent.py"
     file.write_text(f"{program}\nassert 'SECRET' not in os.environ\n")
