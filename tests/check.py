@@ -31,8 +31,7 @@ OTHER_TESTS = (
     "tests/learner",
     "tests/sampling",
     "tests/tokenization",
-    "tests/batching",
-    "tests/objectives",
+    "tests/batching/test_rl_example.py",
     "tests/config",
     "tests/runs/test_array_files.py",
     "tests/runs/test_checkpoint.py",
@@ -40,9 +39,18 @@ OTHER_TESTS = (
     "tests/utils/settings",
     "tests/utils/test_levanter_line.py",
     "tests/training/test_loop.py",
-    "tests/serving/tinker/test_trainer.py",
+    *(
+        f"tests/serving/tinker/test_trainer.py::test_{name}"
+        for name in (
+            "gradient_of_chunks_is_that_of_one_call",
+            "samplers_stay_as_they_were",
+            "settings_and_lengths_compile_few_programs",
+            "state_survives_a_folder",
+        )
+    ),
 )
-"""The tests that run on both lines: all that calls levanter, haliax, jax or transformers directly, and a short run."""
+"""The tests that run on both lines: what calls levanter, haliax, jax or transformers directly, a short run, and some of
+the trainer of a server, which calls the learner."""
 
 Checks = list[tuple[str, list[str]]]
 """The name and command of each check."""
