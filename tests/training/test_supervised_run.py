@@ -100,6 +100,7 @@ def test_a_run_learns_for_whole_epochs(finished: SftRun):
     assert not (finished.path / "rollouts").exists()
 
 
+@pytest.mark.medium
 def test_a_run_killed_within_an_epoch_equals_an_uninterrupted_one(finished: SftRun, tmp_path: Path):
     run = make(tmp_path)
     with (tmp_path / "output.txt").open("wb") as output:
