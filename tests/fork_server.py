@@ -24,7 +24,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
 """Python audit events of file operations."""
@@ -138,6 +138,18 @@ def run(
     with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
         code = popen(args, stdout=stdout, stderr=stderr, env=os.environ if env is None else env, cwd=cwd).wait()
         return subprocess.CompletedProcess(args, code, stdout.read().decode(), stderr.read().decode())
+
+
+def first_line(process: ForkedProcess, output: IO[str]) -> str:
+    """Wait for the first line that a program writes to an open file; empty if the program ends without one."""
+    line = ""
+    while not line.endswith("\n"):
+        ended = process.poll() is not None
+        line += output.readline()
+        if ended:
+            break
+        time.sleep(0.01)
+    return line
 
 
 @functools.cache

@@ -1,15 +1,15 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import contextlib
 import importlib
 import json
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -21,6 +21,7 @@ from marin_rl.serve import main
 from marin_rl.sessions.served_policy import load_policy
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import PACKAGES
+from tests.fork_server import first_line, popen
 from tests.tiny_run import TinyRun
 
 Capture = pytest.CaptureFixture[str]
@@ -202,12 +203,14 @@ def test_the_command_serves_until_sigterm(finished_run: TinyRun):
     command = [sys.executable, "-m", "marin_rl.serve", "--run", str(finished_run.path), "--port", "0"]
     command += ["--score_prompts", "true"]
     environment = {**os.environ, "MARIN_RL_API_KEY": "k"}
-    root = Path(__file__).parents[1]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=root
-    ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+    with (
+        tempfile.NamedTemporaryFile("r") as output,
+        tempfile.NamedTemporaryFile("r") as errors,
+        contextlib.ExitStack() as stack,
+    ):
+        process = popen(command, stdout=output, stderr=errors, env=environment)
+        stack.callback(process.kill)
+        line = first_line(process, output)
         match = re.fullmatch(
             r"serving run at (http://127\.0\.0\.1:\d+/v1) \(12 tokens of context, 16 sequences together, "
             r"with API key\)\n",
@@ -223,7 +226,6 @@ def test_the_command_serves_until_sigterm(finished_run: TinyRun):
         first, *rest = choice["logprobs"]["token_logprobs"]
         assert (first, len(rest), choice["text"]) == (None, 2, "2x3")
         assert max(rest) < 0
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=600)
+        process.terminate()
         progress = f"loading the weights of {finished_run.path}\ncompiling the programs\n"
-        assert (process.returncode, output, errors) == (0, "", progress)
+        assert (process.wait(timeout=600), output.read(), errors.read()) == (0, "", progress)

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import contextlib
+import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from marin_rl.sessions.run_export import export_once
 from marin_rl.sessions.served_policy import load_policy
 from marin_rl.tinker import main
 from marin_rl.utils.errors import UserError
+from tests.fork_server import first_line, popen
 from tests.serving.tinker.wire import Wire
 from tests.tiny_run import TinyRun, contents, copy_of
 
@@ -67,13 +68,13 @@ def test_the_export_of_a_base_stays_while_its_run_goes_on(finished_run: TinyRun,
 def started(*options: str) -> Iterator[str]:
     """Start the command; yield the line that it prints when it serves. It is killed at the end."""
     command = [sys.executable, "-m", "marin_rl.tinker", "--port", "0", *options]
-    root = Path(__file__).parents[1]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+    with tempfile.NamedTemporaryFile("r") as output, open(os.devnull, "wb") as errors:
+        process = popen(command, stdout=output, stderr=errors, env=os.environ)
         try:
-            assert process.stdout is not None
-            yield process.stdout.readline()
+            yield first_line(process, output)
         finally:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow

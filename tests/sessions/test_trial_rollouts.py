@@ -175,22 +175,38 @@ def test_a_batch_of_other_results_is_an_error(dry_run: Callable[..., Any], tmp_p
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_numbers_of_every_kind_are_rewards(dry_run: Callable[..., Any], tmp_path: Path):
+    values = [
         "reply.isdigit()",
-        "__import__('numpy').float32(reply.isdigit())",
-        "__import__('numpy').bool_(reply.isdigit())",
-        "__import__('numpy').array(float(reply.isdigit()))",
+        "np.float32(reply.isdigit())",
+        "np.bool_(reply.isdigit())",
+        "np.array(float(reply.isdigit()))",
         "int(reply.isdigit())",
-        "__import__('fractions').Fraction(int(reply.isdigit()))",
-    ],
-)
-def test_numbers_of_every_kind_are_rewards(dry_run: Callable[..., Any], tmp_path: Path, value: str):
-    status, lines, _ = dry_run(environment__rewards=rewards(tmp_path, f"return {value}"))
+        "Fraction(int(reply.isdigit()))",
+    ]
+    functions = [
+        f"""
+        @reward_function
+        def own{index}(messages, ground_truth, **kwargs):
+            reply = messages[-1]["content"]
+            return {value}
+        """
+        for index, value in enumerate(values)
+    ]
+    head = """
+        from fractions import Fraction
+
+        import numpy as np
+
+        from marin_rl.rewards import reward_function
+        """
+    path = written(tmp_path / "own.py", "".join([head, *functions]))
+    names = [f"own{index}" for index in range(len(values))]
+    asked = [{"type": "function", "path": str(path), "function": name} for name in names]
+    status, lines, _ = dry_run(environment__rewards=asked)
     assert status == 0
-    assert row(lines, "the reply '0'").endswith("own 1")
-    assert row(lines, "an empty reply").endswith("own 0")
+    assert row(lines, "the reply '0'").endswith(", ".join(f"{name} 1" for name in names))
+    assert row(lines, "an empty reply").endswith(", ".join(f"{name} 0" for name in names))
 
 
 def test_rollouts_that_a_function_declares_invalid_stay_a_warning(dry_run: Callable[..., Any], tmp_path: Path):
