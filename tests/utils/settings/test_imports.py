@@ -150,11 +150,11 @@ def test_a_run_with_own_types_in_every_command(tmp_path: Path) -> None:
         return done.stdout
 
     command("train", "--config", "tiny.yaml")
+    assert [record["step"] for record in run.records()] == [0, 1]
     assert "count_letters" in command("evaluate", "--run", "run")
     assert "count_letters" in command("view", "run")
     command("replay", "--run", "run", "--step", "1")
     command("export", "--run", "run", "--output", "exported")
     command("plan", "--config", "tiny.yaml", "--topology", "cpu:1")
     set_num_steps(run, 2)
-    assert "resuming after step 1" in command("train", "--config", "run/config.yaml")
-    assert [record["step"] for record in run.records()] == [0, 1, 2]
+    assert "the run resumes after step 1 of 2" in command("train", "--config", "run/config.yaml", "--dry_run")
