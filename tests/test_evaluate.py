@@ -132,7 +132,7 @@ def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     environment = JsonlConfig(str(sums(tmp_path)), held_out=0.5, validation=0.0)
     _, found = run_evaluation(EvaluateConfig(str(finished_run.path), environment=environment))
     config = from_yaml(TrainConfig, (finished_run.path / "config.yaml").read_text(), "the run")
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device, alone=True)
     checkpoint = Checkpoints(finished_run.path / "checkpoints", config.checkpoint).open(6)
     model = RunParts(config, trainer).saved_spec(checkpoint).restore_policy(checkpoint)
     tokenizer = config.tokenizer.build()

@@ -166,7 +166,7 @@ def loss_and_gradient(
     """Return metrics of one step of gradient descent, its gradient by parameter, and the new state."""
     state = fresh_state(learner)
     before = arrays_by_path(state.model)
-    state, measures = learner.step(state, split_rows(make_example(MESH_ROWS), microbatches))
+    state, measures = learner.update(state, split_rows(make_example(MESH_ROWS), microbatches))
     measured = {name: float(metric) for name, metric in measures.items()}
     after = arrays_by_path(state.model)
     return measured, {name: before[name] - after[name] for name in before}, state

@@ -298,7 +298,7 @@ def pack_batch(
     prompts = _prompts(batch, np.logical_or.reduce([batch.loss_mask, *streams.values()])) if has_groups else None
     layout, slots = choose_layout(batch.lengths, layout, batch.ids, prompts)
     shape = (count_microbatches(slots), layout.rows_per_microbatch, layout.tokens_per_row)
-    places, on_tokens = _place(batch, slots, shape)
+    places, on_tokens = locate_tokens(batch.sequence_offsets, slots, shape)
     on_tokens |= {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
     if layout.group is None:
         del on_tokens["prompt_segment_ids"]
@@ -341,12 +341,13 @@ def _prompts(batch: RolloutBatch, scored: Bool[np.ndarray, " tokens"]) -> list[l
     return [[next(prompts) for _ in of_rollout] for of_rollout in batch.lengths]
 
 
-def _place(
-    batch: RolloutBatch, slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]
+def locate_tokens(
+    offsets: Int64[np.ndarray, " offsets"], slots: Sequence[Sequence[Slot]], shape: tuple[int, int, int]
 ) -> tuple[Int64[np.ndarray, " tokens"], dict[str, np.ndarray]]:
     """Return the place of each token in microbatches of a shape, and the arrays that depend on its place.
 
-    The tokens of a shared prompt have the same place in all sequences that share it, and belong to no rollout.
+    `offsets` are those of the sequences in the tokens, with the number of tokens as the last one. The tokens of a
+    shared prompt have the same place in all sequences that share it, and belong to no rollout.
     """
     fields = itertools.chain.from_iterable(itertools.chain.from_iterable(slots))
     microbatch, row, start, _, prompt_length = np.fromiter(fields, np.int64).reshape(-1, len(Slot._fields)).T
@@ -360,12 +361,12 @@ def _place(
     distinct, number = np.unique(microbatch * len(slots) + rollout, return_inverse=True)
     number -= np.searchsorted(distinct, microbatch * len(slots))
 
-    lengths = np.diff(batch.sequence_offsets)
+    lengths = np.diff(offsets)
 
     def spread(values: Int64[np.ndarray, " sequences"]) -> Int64[np.ndarray, " tokens"]:
         return np.repeat(values, lengths)
 
-    position = np.arange(len(batch.input_ids)) - spread(batch.sequence_offsets[:-1])
+    position = np.arange(offsets[-1]) - spread(offsets[:-1])
     in_prompt = position < spread(prompt_length)
     places = spread(row_start) + position + np.where(in_prompt, 0, spread(start - prompt_length))
     return places, {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.config.reference_config import PolicyReferenceConfig
-from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
 from marin_rl.models.model_settings import model_problems, window_problem
@@ -153,7 +153,7 @@ def _check_row_length(config: "AbstractRunConfig") -> Iterator[str]:
     errors = []
     for platform in PLATFORMS:
         try:
-            config.rows.positions(attention_kernel(config.model, platform, config.context_shards))
+            config.rows.sizes.positions(attention_kernel(config.model, platform, config.context_shards))
         except ValueError as error:
             errors.append(str(error))
     if len(errors) == len(PLATFORMS):

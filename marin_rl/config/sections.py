@@ -6,17 +6,13 @@
 import abc
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from marin_rl.batching.packing import GroupRow
-from marin_rl.batching.rows import ROW_MULTIPLE, TOKENS_PER_MICROBATCH
+from marin_rl.batching.row_sizes import RowSizes
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
-
-if TYPE_CHECKING:
-    from marin_rl.learner.attention_kernel import AttentionKernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,50 +53,11 @@ class AbstractRowConfig(ConfigSection, abc.ABC):
             f"{self.max_length} tokens, and must fit into a row; raise row_length or lower max_length"
         )
 
-    def positions(self, kernel: "AttentionKernel") -> int:
-        """Positions of a batch row that an attention kernel processes.
-
-        Raises:
-            ValueError: if the kernel does not support the configured `row_length`.
-
-        >>> from levanter.layers.attention import AttentionBackend
-        >>> from marin_rl.learner.attention_kernel import AttentionKernel
-        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
-        >>> [RolloutConfig(max_length=200, packing=packing).positions(flash) for packing in (True, False)]
-        [256, 200]
-        >>> [RolloutConfig(max_length=1100).positions(kernel) for kernel in (flash, splash)]
-        [1280, 1536]
-        """
-        if self.row_length is None:
-            return kernel.fit(self._shortest_row)
-        if not kernel.supports_length(self.row_length):
-            raise ValueError(
-                f"{self.section}.row_length is {self.row_length}, but {kernel.backend.value} attention "
-                "(model.attn_backend) does not support rows of that length; set "
-                f"{self.section}.row_length: {kernel.fit(self.row_length)}, or null"
-            )
-        return self.row_length
-
-    def rows_per_device(self, platform: str, devices: int = 1) -> int:
-        """Return the default rows per microbatch on each device: about `TOKENS_PER_MICROBATCH` tokens.
-
-        They are at most those of a step, and divide a step of full rows into microbatches of about equal size.
-        `platform` is `cpu`, `gpu` or `tpu`, and `devices` the number of data-parallel devices.
-
-        >>> [RolloutConfig(max_length=96, packing=packing).rows_per_device("cpu") for packing in (True, False)]
-        [6, 8]
-        >>> RolloutConfig(prompts_per_step=16, max_length=96, packing=False).rows_per_device("gpu")
-        64
-        """
-        most = max(TOKENS_PER_MICROBATCH[platform] // self._shortest_row, -(-self.sequences_per_item // devices))
-        rows = -(-self.sequences_per_step // devices)
-        return -(-rows // -(-rows // most))
-
     @property
-    def _shortest_row(self) -> int:
-        if self.row_length is not None:
-            return self.row_length
-        return self.max_length if self.packing is False else -(-self.max_length // ROW_MULTIPLE) * ROW_MULTIPLE
+    def sizes(self) -> RowSizes:
+        """Sizes from which the rows of a batch are chosen."""
+        sequences = self.sequences_per_step, self.packing, self.row_length, self.sequences_per_item
+        return RowSizes(self.section, self.max_length, *sequences)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,53 +115,6 @@ class RolloutConfig(AbstractRowConfig):
     def sequences_per_step(self) -> int:
         """Number of sequences that a step trains on, if each rollout is one."""
         return self.rollouts_per_step
-
-    def group_row(self, max_new_tokens: int, kernel: "AttentionKernel", most_tokens: int) -> GroupRow | None:
-        """Return the row of a prompt and the answers of its group, or None if at most one fits into a microbatch.
-
-        The answers are split evenly over as few rows as possible. The part of each has `max_new_tokens` positions: that
-        of the prompt's last token, which predicts its first one, and those of all its tokens but the last.
-
-        Args:
-            max_new_tokens: tokens of an answer.
-            kernel: the attention kernel, which may require longer places, or support none of this length.
-            most_tokens: positions of a microbatch on each device.
-
-        >>> from levanter.layers.attention import AttentionBackend
-        >>> from marin_rl.learner.attention_kernel import AttentionKernel
-        >>> flash, splash = AttentionKernel(AttentionBackend.JAX_FLASH), AttentionKernel(AttentionBackend.SPLASH)
-        >>> RolloutConfig(max_length=96).group_row(64, flash, 768)
-        GroupRow(prompt_length=31, answers=8, answer_length=64)
-        >>> RolloutConfig(max_length=512).group_row(128, flash, 768)
-        GroupRow(prompt_length=383, answers=3, answer_length=128)
-        >>> RolloutConfig(max_length=1024).group_row(512, splash, 8192)
-        GroupRow(prompt_length=512, answers=8, answer_length=512)
-        """
-        longest = self.max_length - max_new_tokens - 1
-        places = kernel.fit_group(longest, max_new_tokens) if longest > 0 else None
-        if places is None:
-            return None
-        prompt, answer = places
-        most = (most_tokens - prompt) // answer
-        if min(most, self.group_size) < 2:
-            return None
-        return GroupRow(prompt, -(-self.group_size // -(-self.group_size // most)), answer)
-
-    def group_rows_per_device(self, group: GroupRow, platform: str, devices: int = 1) -> int:
-        """Return the default rows with groups per microbatch on each device.
-
-        They have at most `TOKENS_PER_MICROBATCH` tokens on an accelerator, whose memory is limited, and at least as
-        many on a CPU. `platform` is `cpu`, `gpu` or `tpu`, and `devices` the number of data-parallel devices.
-
-        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(31, 8, 64), "cpu")
-        2
-        >>> RolloutConfig(prompts_per_step=16).group_rows_per_device(GroupRow(512, 8, 512), "tpu")
-        1
-        """
-        tokens = TOKENS_PER_MICROBATCH[platform]
-        most = -(-tokens // group.row_length) if platform == "cpu" else tokens // group.row_length
-        rows = -(-self.prompts_per_step * -(-self.group_size // group.answers) // devices)
-        return -(-rows // -(-rows // most))
 
 
 class Mode(enum.StrEnum):

@@ -30,9 +30,9 @@ from levanter.layers.attention import Attention, AttentionBackend, AttentionConf
 from levanter.layers.rotary import RotaryEmbeddings
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.batching.attention_kernel import SPLASH_BLOCK, GpuBackend
 from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rl_example import SharedPromptMask, TokenRows
-from marin_rl.learner.attention_kernel import SPLASH_BLOCK, GpuBackend
 from marin_rl.learner.flash_attention import (
     Attend,
     block_attention,

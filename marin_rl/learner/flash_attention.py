@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jaxtyping import Array, Bool, Float, Int
 
-from marin_rl.learner.attention_kernel import LARGEST_TILE, splash_block
+from marin_rl.batching.attention_kernel import LARGEST_TILE, splash_block
 
 Attend = Callable[..., Array]
 """Attention of the last positions of each row: a function of queries `[row, query, kv_head, group, head_size]`, of

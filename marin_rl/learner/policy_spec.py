@@ -193,7 +193,8 @@ def only_arrays(model: LmHeadModel) -> LmHeadModel:
     return eqx.filter(model, eqx.is_array)
 
 
-def with_config(policy: LmHeadModel, model: LmConfig, trainer: TrainerConfig) -> LmHeadModel:
+def with_config(policy: LmHeadModel, model: LmConfig) -> LmHeadModel:
     """Return the same arrays as a model with other settings, such as the attention kernel of longer rows."""
-    shape = PolicySpec(model, policy.vocab_size, trainer).policy
+    vocab = Axis("vocab", policy.vocab_size)
+    shape = eqx.filter_eval_shape(lambda: only_arrays(model.build(vocab, key=jax.random.PRNGKey(0))))
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(policy))

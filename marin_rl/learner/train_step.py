@@ -1,7 +1,11 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The learner: sharded gradients summed over microbatches, and one optimizer update from the sum."""
+"""The learner: sharded gradients summed over microbatches, and one optimizer update from the sum.
+
+`Learner.update` is both in one program. `forward_backward` and `step` are the two as separate calls, for callers that
+choose the loss of every microbatch and the settings of every step.
+"""
 
 import contextlib
 import dataclasses
@@ -24,7 +28,7 @@ from levanter.optim.model_averaging import EmaModelAveragingConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.rl_example import RlExample
+from marin_rl.batching.rl_example import RlExample, TokenRows
 from marin_rl.learner.placement import has_shape, place, place_batch, placed_shape, stack_microbatches, take_microbatch
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
@@ -37,6 +41,11 @@ class NonFiniteUpdateError(UserError):
     """A loss or gradient was NaN or infinite; the weights are unchanged."""
 
 
+Loss = Callable[..., tuple[jax.Array, Any]]
+"""A function of the trained model in compute precision, a microbatch, and of `Frozen` if there is one; returns the
+microbatch's part of the loss and a report, such as metrics. A module may have arrays, which are traced."""
+
+
 class MicrobatchSums(NamedTuple):
     """Sums over the microbatches of one update."""
 
@@ -44,8 +53,36 @@ class MicrobatchSums(NamedTuple):
     """Gradient of the batch's loss, with the shapes and sharding of the trainable parameters."""
     loss: jax.Array
     """Loss of the batch."""
-    metrics: dict[str, Metric]
-    """Metrics of the batch, each folded by its reduction."""
+    metrics: Any
+    """The loss function's report; metrics of the batch are each folded by its reduction."""
+
+
+class AccumulatedState(eqx.Module):
+    """A training state, and the sum of the gradients since its last step."""
+
+    state: TrainerState
+    """Weights and the optimizer's state."""
+    gradient: Any
+    """float32, with the shapes and sharding of the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepwiseAdamW(OptimizerConfig):
+    """AdamW with clipping, whose settings `Learner.step` takes at every step; without a schedule."""
+
+    def build(self, num_train_steps: int) -> optax.GradientTransformation:
+        """Return the transformation, with settings that `Learner.step` replaces."""
+
+        def adamw(rate: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, clip: Any) -> Any:
+            return optax.chain(
+                optax.clip_by_global_norm(clip), optax.adamw(rate, b1=beta1, b2=beta2, eps=eps, weight_decay=decay)
+            )
+
+        return optax.inject_hyperparams(adamw, hyperparam_dtype=jnp.float32)(0.0, 0.0, 0.0, 1.0, 0.0, jnp.inf)
+
+    def lr_scheduler(self, num_train_steps: int, override_lr: float | None = None) -> optax.Schedule:
+        """Return the schedule for the metrics of `update`, which has none."""
+        return optax.constant_schedule(0.0)
 
 
 class PendingUpdate(NamedTuple):
@@ -56,7 +93,7 @@ class PendingUpdate(NamedTuple):
     finite: jax.Array
     """Whether the loss and the gradient were finite."""
     metrics: dict[str, Metric]
-    """Metrics of the update, as in [`Learner.step`][marin_rl.learner.train_step.Learner.step]."""
+    """Metrics of the update, as in [`Learner.update`][marin_rl.learner.train_step.Learner.update]."""
 
     def wait(self) -> dict[str, Metric]:
         """Wait for the update and return its metrics, on the host.
@@ -104,7 +141,7 @@ class Learner:
         self,
         trainer: TrainerConfig,
         optimizer: OptimizerConfig,
-        loss: Callable[..., tuple[jax.Array, dict[str, Metric]]],
+        loss: Loss | None,
         *,
         num_updates: int,
         capacity: int = 1,
@@ -116,8 +153,7 @@ class Learner:
         Args:
             trainer: mesh, precision and sharding, completed by `start_devices`.
             optimizer: optimizer and learning-rate schedule.
-            loss: function of model and microbatch, and of `frozen` if it is not None, that returns the microbatch's
-                part of the loss and its metrics.
+            loss: the loss of `update`, with metrics as its report; None for a learner without it.
             num_updates: updates of the run, the length of the learning-rate schedule.
             capacity: microbatches that the compiled program has room for, at least 1. A larger batch doubles it as
                 often as necessary, which compiles again.
@@ -134,6 +170,16 @@ class Learner:
         self._loss = loss
         self.trainer = trainer
         self._program = functools.cache(self._make_program)
+        compiled = functools.partial(
+            cast(Any, hax.named_jit),
+            axis_resources=trainer.parameter_axis_mapping,
+            compiler_options=compiler_options(trainer.device_mesh),
+        )
+        self._zeros = compiled(zero_gradient)
+        self._forward = compiled(self._evaluate)
+        # Weights are not donated, because samplers may still read them.
+        self._accumulate = compiled(self._add_gradient, donate_args=(False, True, False, False, False))
+        self._apply = compiled(self._apply_gradient, donate_args=(False, True, True, False))
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
         """Create a training state with zeroed optimizer moments.
@@ -188,7 +234,7 @@ class Learner:
         state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32), model_averaging=averaging)
         return shard(state, trainer.parameter_axis_mapping)
 
-    def step(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
+    def update(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
         """Run one update and wait for it.
 
         Args:
@@ -238,6 +284,123 @@ class Learner:
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
             return program.lower(leaves, batch, np.int32(len(microbatches)), self._frozen)
 
+    # Gradients and steps as separate calls.
+
+    def accumulated(self, state: TrainerState) -> AccumulatedState:
+        """Return a state with a sum of no gradients."""
+        with self._compiling():
+            return AccumulatedState(state, self._zeros(state.model))
+
+    def forward(self, model: Any, rows: TokenRows, loss: Loss) -> tuple[jax.Array, Any]:
+        """Return the loss of a microbatch, and what the loss function reports.
+
+        Args:
+            model: trained weights, as in a state.
+            rows: a microbatch on the host, with all rows.
+            loss: evaluated in compute precision.
+        """
+        with self._compiling():
+            return self._forward(model, self._place_rows(rows), loss, self._frozen)
+
+    def forward_backward(
+        self, state: AccumulatedState, rows: TokenRows, loss: Loss
+    ) -> tuple[AccumulatedState, jax.Array, Any]:
+        """Add the gradient of a microbatch's loss to the sum.
+
+        Args:
+            state: its gradient is **donated**; use the returned state.
+            rows: a microbatch on the host, with all rows.
+            loss: differentiated in compute precision.
+
+        Returns:
+            The new state, the loss, and what the loss function reports.
+        """
+        model = state.state.model
+        with self._compiling():
+            gradient, *results = self._accumulate(model, state.gradient, self._place_rows(rows), loss, self._frozen)
+        return dataclasses.replace(state, gradient=gradient), *results
+
+    def step(
+        self,
+        state: AccumulatedState,
+        rate: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        decay: float = 0.0,
+        clip: float = 0.0,
+    ) -> tuple[AccumulatedState, dict[str, jax.Array]]:
+        """Apply the sum `g` of the gradients to the weights `p`, and zero it; for a learner with `StepwiseAdamW`.
+
+        ```
+        g ← g · min(1, clip / |g|)     if clip > 0
+        m ← β1 m + (1 - β1) g,   v ← β2 v + (1 - β2) g²
+        p ← p - rate · (m / (1 - β1ᵗ) / (√(v / (1 - β2ᵗ)) + ε) + decay · p)
+        ```
+
+        The settings are traced, so that no value compiles another program.
+
+        Args:
+            state: **donated** except for the weights; use the returned state.
+            rate: learning rate.
+            betas: β1 and β2, each at least 0 and below 1.
+            eps: ε, positive.
+            decay: decoupled weight decay.
+            clip: bound of the global L2 norm of `g`; at most 0 for none.
+
+        Returns:
+            The new state, the norm of `g` as `grad_norm`, and as `fits` whether the new weights and moments are finite.
+            If they are not, the state is as before. If the norm is not finite, only `g` becomes zero.
+
+        Source: Loshchilov & Hutter 2019, arXiv 1711.05101, as in torch's `AdamW`.
+        """
+        model, rest = state.state.model, dataclasses.replace(state.state, model=None)
+        values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
+        settings = dict(zip(("rate", "beta1", "beta2", "eps", "decay", "clip"), map(np.float32, values), strict=True))
+        with self._compiling():
+            model, rest, gradient, metrics = self._apply(model, rest, state.gradient, settings)
+        return AccumulatedState(dataclasses.replace(rest, model=model), gradient), metrics
+
+    def _place_rows(self, rows: T) -> T:
+        return place(rows, self.trainer.device_mesh, self.trainer.compute_axis_mapping)
+
+    def _evaluate(self, model: Any, rows: TokenRows, loss: Loss, frozen: list[jax.Array]) -> tuple[jax.Array, Any]:
+        with hax.axis_mapping(self.trainer.compute_axis_mapping):
+            return self._compute(model, rows, _unflatten(self._frozen_constants, frozen), loss)
+
+    def _add_gradient(
+        self, model: Any, total: Any, rows: TokenRows, loss: Loss, frozen: list[jax.Array]
+    ) -> tuple[Any, jax.Array, Any]:
+        sums = self._gradient(model, rows, _unflatten(self._frozen_constants, frozen), loss)
+        added = jax.tree.map(lambda old, new: old + new.astype(jnp.float32), total, sums.gradient)
+        return added, sums.loss, sums.metrics
+
+    def _apply_gradient(
+        self, model: Any, rest: TrainerState, gradient: Any, settings: dict[str, jax.Array]
+    ) -> tuple[Any, TrainerState, Any, dict[str, jax.Array]]:
+        state = dataclasses.replace(rest, model=model)
+        (of_state, leaves), (of_gradient, parts) = _flatten(state), _flatten(gradient)
+
+        def take_step(leaves: list[jax.Array], parts: list[jax.Array]) -> TrainerState:
+            state, total = _unflatten(of_state, leaves), _unflatten(of_gradient, parts)
+            guarded = cast(SkipState, state.opt_state)
+            inner = cast(Any, guarded.inner)._replace(hyperparams=settings)
+            state = dataclasses.replace(state, opt_state=guarded._replace(inner=inner))
+            total = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), total, state.model)
+            return state.take_step(total, loss=0.0, key=state.training_key)[0]
+
+        # Computed twice: the new values of all leaves until the last one is checked would take the memory of the state.
+        checked = take_step(*jax.lax.optimization_barrier((leaves, parts)))
+        results = jax.tree.leaves((checked.model, cast(Any, checked.opt_state).inner.inner_state))
+        fits = jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in results]))
+        stepped = take_step(leaves, parts)
+        guard = cast(SkipState, stepped.opt_state)
+        is_taken = fits & guard.finite
+        kept = [jnp.where(is_taken, new, old) for new, old in zip(_flatten(stepped)[1], leaves, strict=True)]
+        state = _unflatten(of_state, kept)
+        left = jax.tree.map(lambda leaf: jnp.where(fits, 0.0, leaf), gradient)
+        metrics = {"grad_norm": guard.grad_norm, "fits": fits}
+        return state.model, dataclasses.replace(state, model=None), left, metrics
+
     def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
         # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.
         def run(
@@ -258,7 +421,9 @@ class Learner:
         # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
         @jax.jit
         def differentiate(leaves: list[jax.Array], batch: RlExample, frozen: list[jax.Array]) -> MicrobatchSums:
-            return self._gradient(_unflatten(constants, leaves), batch, _unflatten(self._frozen_constants, frozen))
+            assert self._loss is not None
+            read = _unflatten(self._frozen_constants, frozen)
+            return self._gradient(_unflatten(constants, leaves), batch, read, self._loss)
 
         def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
             return _add(sums, differentiate(leaves, take_microbatch(batch, index), frozen))
@@ -290,14 +455,20 @@ class Learner:
         gradient = shard(gradient, self.trainer.parameter_axis_mapping)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
-    def _gradient(self, model: eqx.Module, batch: RlExample, frozen: Frozen | None) -> MicrobatchSums:
-        def compute(model: eqx.Module, batch: RlExample) -> tuple[jax.Array, dict[str, Metric]]:
-            read = () if frozen is None else (frozen,)
-            return self._loss(self.trainer.mp.cast_to_compute(model), batch, *read)
-
+    def _gradient(self, model: eqx.Module, batch: TokenRows, frozen: Frozen | None, loss: Loss) -> MicrobatchSums:
+        compute = functools.partial(self._compute, frozen=frozen, loss=loss)
         with hax.axis_mapping(self.trainer.compute_axis_mapping):
-            (loss, metrics), gradient = eqx.filter_value_and_grad(compute, has_aux=True)(model, batch)
-        return MicrobatchSums(shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(loss), metrics)
+            (value, report), gradient = eqx.filter_value_and_grad(compute, has_aux=True)(model, batch)
+        return MicrobatchSums(shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(value), report)
+
+    def _compute(self, model: eqx.Module, batch: TokenRows, frozen: Frozen | None, loss: Loss) -> tuple[jax.Array, Any]:
+        read = () if frozen is None else (frozen,)
+        return loss(self.trainer.mp.cast_to_compute(model), batch, *read)
+
+
+def zero_gradient(model: Any) -> Any:
+    """Return the sum of no gradients of some weights, in float32."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), model)
 
 
 def _add(sums: MicrobatchSums, part: MicrobatchSums) -> MicrobatchSums:

@@ -21,6 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from marin_rl.objectives.kl import MAX_LOG_RATIO
 from marin_rl.utils.settings.checks import ConfigSection
 
+Bound = float | Float[Array, ""]
+"""A bound of the ratio; traced, if values shall not compile other programs."""
+
 
 class TokenBatch(NamedTuple):
     """Per-token inputs of a policy term, all of the same shape."""
@@ -147,8 +150,8 @@ def ppo_clip_terms(
     logprobs: Float[Array, "*shape"],
     policy_logprobs: Float[Array, "*shape"],
     advantages: Float[Array, "*shape"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: Bound,
+    clip_high: Bound,
     dual_clip: Annotated[float, Gt(1)] | None = None,
 ) -> PolicyTerms:
     """Compute the clipped term, `max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high))`.
@@ -318,8 +321,8 @@ def cispo_terms(
     logprobs: Float[Array, "*shape"],
     policy_logprobs: Float[Array, "*shape"],
     advantages: Float[Array, "*shape"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: Bound,
+    clip_high: Bound,
 ) -> PolicyTerms:
     """Compute the score-function term with a bounded weight, `-sg(clip(r_t, 1 - ε_low, 1 + ε_high))·A·log π`.
 
@@ -373,7 +376,7 @@ def _zero_outside_mask(terms: PolicyTerms, tokens: TokenBatch) -> PolicyTerms:
 
 
 def _clipped_terms(
-    ratio: Float[Array, "*shape"], advantages: Float[Array, "*shape"], clip_low: float, clip_high: float
+    ratio: Float[Array, "*shape"], advantages: Float[Array, "*shape"], clip_low: Bound, clip_high: Bound
 ) -> PolicyTerms:
     """Compute max(-A·r, -A·clip(r)), and whether the clipped value is larger."""
     unclipped = -advantages * ratio

@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.packing import GroupRow, Prompt, RowLayout
+from marin_rl.batching.attention_kernel import AttentionKernel, attention_kernel
+from marin_rl.batching.packing import Prompt, RowLayout
 from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.batching.rows import GroupSizes, Rows
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.learner.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
@@ -112,7 +113,7 @@ class AbstractModelParts(abc.ABC):
         """
         trainer = start_devices(
             section or config.trainer,
-            rows_per_device=config.rows.rows_per_device,
+            rows_per_device=config.rows.sizes.rows_per_device,
             alone=alone,
             of_other_machine=of_other_machine,
         )
@@ -122,11 +123,6 @@ class AbstractModelParts(abc.ABC):
     def tokenizer(self) -> ChatTokenizer:
         """Chat tokenizer of the policy."""
         return self.config.tokenizer.build()
-
-    @property
-    @abc.abstractmethod
-    def layout(self) -> RowLayout:
-        """Shape of the microbatches."""
 
     @functools.cached_property
     def learner(self) -> Learner:
@@ -185,38 +181,28 @@ class AbstractModelParts(abc.ABC):
             ValueError: if the attention kernel does not support the length of a row.
         """
         assert self.config.model is not None
-        return self.kernel.configure(self.config.model, self.config.rows.positions(self.kernel))
+        return self.kernel.configure(self.config.model, self.config.rows.sizes.positions(self.kernel))
 
     @functools.cached_property
-    def row_layout(self) -> RowLayout:
-        """Shape of the microbatches, without shared prompts.
-
-        With `per_device_parallelism`, rows with shared prompts have at most as many positions as that many other rows.
+    def layout(self) -> RowLayout:
+        """Shape of the microbatches of all batches, with its alternatives.
 
         Raises:
             ValueError: if the attention kernel does not support the length of a row.
         """
-        config, packed = self.config.rows, self.config.rows.packing is not False
-        layout = self._layout(config.positions(self.kernel), self.trainer.rows_per_microbatch, packed=packed)
-        separate = dataclasses.replace(cast(Any, config), packing=False)
-        if config.packing is not None or separate.positions(self.kernel) == layout.row_length:
-            return layout
         platform, devices = platform_of(self.trainer), self.trainer.data_axis_size
-        rows = microbatch_rows(self.config.trainer, separate.rows_per_device(platform, devices)) * devices
-        alternative = self._layout(separate.positions(self.kernel), rows, packed=False)
-        return dataclasses.replace(layout, alternatives=(alternative,))
-
-    def _layout(self, row_length: int, rows: int, *, packed: bool, group: GroupRow | None = None) -> RowLayout:
-        model = self.config.model
-        hidden = 1024 if model is None else model.Embed.size
-        return RowLayout(
-            row_length,
-            rows,
-            packed,
+        return Rows(self.kernel, self.config.model, platform, devices).of_run(
+            self.config.rows.sizes,
+            self.trainer.rows_per_microbatch,
+            microbatch_rows(self.config.trainer, 0),
+            self.groups,
             whole_rollouts=self.whole_rollouts,
-            group=group,
-            row_cost=self.kernel.row_cost(row_length, hidden, group),
         )
+
+    @property
+    def groups(self) -> GroupSizes | None:
+        """Sizes of groups of sequences that may share a prompt; None if they may not."""
+        return None
 
     @property
     def logprob_block(self) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import Prompt, RowLayout
-from marin_rl.batching.rows import TOKENS_PER_MICROBATCH
+from marin_rl.batching.rows import GroupSizes
 from marin_rl.config.reference_config import decays
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
@@ -41,7 +41,6 @@ from marin_rl.sampling.sampler import Sampler, WeightPoll
 from marin_rl.sampling.stops import stop_table, stop_text_bytes
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
-from marin_rl.utils.devices.setup import microbatch_rows, platform_of
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.event_loop import BackgroundLoop
 from marin_rl.utils.timing import notice_if_long
@@ -250,33 +249,16 @@ class RunParts(AbstractModelParts):
 
     # The learner.
 
-    @functools.cached_property
-    def layout(self) -> RowLayout:
-        """Shape of the microbatches, also with shared prompts."""
-        rollouts, layout = self.config.rollouts, self.row_layout
-        if not rollouts.share_prompts or not layout.packed or rollouts.row_length is not None:
-            return layout
-        shared = self._layout_of_groups(layout.row_length)
-        return layout if shared is None else dataclasses.replace(layout, alternatives=(*layout.alternatives, shared))
+    @property
+    def groups(self) -> GroupSizes | None:
+        """Sizes of the groups of rollouts of a task; None with `share_prompts: false`."""
+        rollouts, longest = self.config.rollouts, self.config.sampling.max_new_tokens
+        return GroupSizes(rollouts.prompts_per_step, rollouts.group_size, longest) if rollouts.share_prompts else None
 
     @property
     def whole_rollouts(self) -> bool:
         """Whether all sequences of a rollout must be in one microbatch, as for ratios of whole rollouts."""
         return self.config.policy_loss.is_sequence_level
-
-    def _layout_of_groups(self, row_length: int) -> RowLayout | None:
-        """Return the layout of rows with shared prompts, if there is one, given the length of other rows."""
-        config, kernel, platform = self.config, self.kernel, platform_of(self.trainer)
-        if not kernel.supports_shared_prompts(config.model):
-            return None
-        own_rows, devices = microbatch_rows(config.trainer, 0), self.trainer.data_axis_size
-        most_tokens = own_rows * row_length or TOKENS_PER_MICROBATCH[platform]
-        group = config.rollouts.group_row(config.sampling.max_new_tokens, kernel, most_tokens)
-        if group is None or not kernel.supports_shared_prompts(config.model, group):
-            return None
-        default_rows = config.rollouts.group_rows_per_device
-        rows = most_tokens // group.row_length if own_rows else default_rows(group, platform, devices)
-        return self._layout(group.row_length, rows * devices, packed=True, group=group)
 
     @property
     def optional_arrays(self) -> frozenset[str]:

@@ -71,15 +71,6 @@ class SupervisedParts(AbstractModelParts):
         """Whether all sequences of a row of data must be in one microbatch."""
         return False
 
-    @property
-    def layout(self) -> RowLayout:
-        """Shape of the microbatches.
-
-        Raises:
-            ValueError: if a microbatch has no room for a row of data of the greatest length.
-        """
-        return self.row_layout
-
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
         """Make a learner for batches in a layout; see `AbstractModelParts`."""
         sequences, updates = self.config.batch.sequences_per_step, self.config.num_updates
@@ -133,18 +124,3 @@ class PreferenceParts(SupervisedParts):
     def whole_rollouts(self) -> bool:
         """Whether both answers of a pair must be in one microbatch."""
         return True
-
-    @property
-    def layout(self) -> RowLayout:
-        """Shape of the microbatches, with room for both answers of a pair.
-
-        Raises:
-            ValueError: if a microbatch has no room for a pair of the greatest length.
-        """
-        rows, row_length = self.row_layout.rows_per_microbatch, self.row_layout.row_length
-        if rows < 2 and row_length < 2 * self.config.batch.max_length:
-            raise ValueError(
-                f"trainer.per_device_parallelism is {self.config.trainer.per_device_parallelism}, so a microbatch is a "
-                f"row of {row_length} positions, but both answers of a pair must fit into one; set at least 2"
-            )
-        return self.row_layout

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
@@ -20,7 +21,6 @@ from marin_rl.data.dataset import describe as describe_data
 from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.dataset import DatasetConfig
-from marin_rl.learner.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.starting_weights import check_first_policy, check_weight_files, hf_folder
@@ -488,8 +488,8 @@ def describe_run(parts: RunParts, vocab_size: int, *, train_tasks: int, held_out
     for name in PLATFORMS:
         # Config validation has already rejected a row length that no platform supports.
         with contextlib.suppress(ValueError):
-            row_length = rollouts.positions(attention_kernel(config.model, name))
-            microbatches[name] = (microbatch_rows(config.trainer, rollouts.rows_per_device(name)), row_length)
+            row_length = rollouts.sizes.positions(attention_kernel(config.model, name))
+            microbatches[name] = (microbatch_rows(config.trainer, rollouts.sizes.rows_per_device(name)), row_length)
     (platform, (rows, positions)), *others = microbatches.items()
     elsewhere = "".join(f"; {count:,} x {length:,} on {name}" for name, (count, length) in others)
     share = {True: "several sequences", False: "one sequence", None: "one or several sequences"}[rollouts.packing]

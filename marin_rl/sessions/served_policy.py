@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.rows import TOKENS_PER_MICROBATCH
+from marin_rl.batching.row_sizes import TOKENS_PER_MICROBATCH
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig

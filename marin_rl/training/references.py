@@ -133,7 +133,7 @@ class References:
 
         def in_own_rows(model: LmHeadModel) -> LmHeadModel:
             # Longer rows may have other attention blocks.
-            return model if own.model == parts.model else with_config(model, own.model, own.trainer)
+            return model if own.model == parts.model else with_config(model, own.model)
 
         base = None if parts.base is None else in_own_rows(parts.base)
 

@@ -94,7 +94,7 @@ def warm_start(
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
         batch = join_batches(require_fitting(drawn, runner))
-        state, metrics = learner.step(state, pack_tokens(batch, layout, pad).microbatches)
+        state, metrics = learner.update(state, pack_tokens(batch, layout, pad).microbatches)
         if step % config.check_every == 0 or step == config.max_steps:
             runner.sampler.update_weights(assemble(state.model, base), 0)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from levanter.layers.attention import AttentionBackend
 
+from marin_rl.batching.attention_kernel import attention_kernel
 from marin_rl.config.command_line import parse_config
 from marin_rl.config.reference_config import ReferenceConfig
 from marin_rl.config.sections import RolloutConfig, UpdateConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.learner.critic import CriticConfig
 from marin_rl.objectives import AdvantageConfig, GaeConfig, GrpoConfig
 from marin_rl.objectives.aggregation import AggregationConfig
@@ -231,14 +231,17 @@ def test_updates_per_step():
 )
 def test_default_microbatch_on_a_cpu_has_at_most_768_tokens(settings: dict, positions: int, rows: int):
     built = RolloutConfig(**settings)
-    assert (built.positions(attention_kernel(None, "cpu")), built.rows_per_device("cpu")) == (positions, rows)
+    assert (built.sizes.positions(attention_kernel(None, "cpu")), built.sizes.rows_per_device("cpu")) == (
+        positions,
+        rows,
+    )
 
 
 def test_default_microbatch_of_an_accelerator_is_larger_but_not_larger_than_a_step():
     built = RolloutConfig(max_length=512)
-    assert [built.rows_per_device(platform) for platform in ("cpu", "gpu", "tpu")] == [1, 16, 16]
+    assert [built.sizes.rows_per_device(platform) for platform in ("cpu", "gpu", "tpu")] == [1, 16, 16]
     # 512 rollouts on 64 devices: 8 rows on each.
-    assert built.rows_per_device("tpu", devices=64) == 8
+    assert built.sizes.rows_per_device("tpu", devices=64) == 8
 
 
 def test_row_length_must_be_one_that_an_attention_kernel_supports():

@@ -45,7 +45,7 @@ class Trainer:
     """Publishes weights during the worker's polls, so that their arrival is deterministic."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+        self._trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
         self.config = config
         self.tokenizer = config.tokenizer.build()
         self.vocab_size = len(self.tokenizer.tokenizer)

@@ -102,7 +102,7 @@ def main() -> None:
 
     def step(trainer: TrainerConfig) -> tuple[dict[str, float], int]:
         learner = tiny.make_learner(trainer)
-        state, metrics = learner.step(tiny.fresh_state(learner), [tiny.make_example(ROWS, 12)])
+        state, metrics = learner.update(tiny.fresh_state(learner), [tiny.make_example(ROWS, 12)])
         weights = state.model.transformer.layers.stacked.mlp.gate_proj.weight.array
         held = weights.size // weights.addressable_shards[0].data.size
         return {name: float(metric) for name, metric in metrics.items()}, held

@@ -148,7 +148,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     measured = []
     for update in range(UPDATES):
         microbatches = tiny.split_rows(tiny.make_example(tiny.MESH_ROWS, seed=update), PASSES)
-        state, measures = learner.step(state, microbatches)
+        state, measures = learner.update(state, microbatches)
         measured.append({name: float(metric) for name, metric in measures.items()})
 
     def on_host(tree: object) -> dict[str, np.ndarray]:

@@ -346,7 +346,7 @@ class Matrix:
     def step(self, microbatches: Sequence[RlExample]) -> list[Update]:
         """Run one step of gradient descent from the same weights and return the update of each objective."""
         state = jax.tree.map(jnp.copy, self._start)  # steps donate their state
-        state, _ = self.learner.step(state, microbatches)
+        state, _ = self.learner.update(state, microbatches)
         after = arrays_by_name(state.model)
         gradient = {name: array - after[name] for name, array in self._before.items()}
         losses, clipped = gradient.pop(".losses"), gradient.pop(".clipped")

@@ -44,7 +44,7 @@ def first_updates(precision: str, model_axis: int = 1) -> dict[str, np.ndarray]:
     found = {"base": np.asarray(fingerprint(tiny.make_model(trainer), trainer))}
     found |= {f"0{name}": array for name, array in tiny.arrays_by_path(state.model).items()}
     for step in range(1, STEPS + 1):
-        state, metrics = learner.step(state, [example])
+        state, metrics = learner.update(state, [example])
         found[f"{step} loss"] = np.asarray(float(metrics["loss/total"]))
         found |= {f"{step}{name}": array for name, array in tiny.arrays_by_path(state.model).items()}
     return found

@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
     facts["meshes differ"] = tiny.placements(restored.model) != tiny.placements(saved.model)
     _, microbatches = CASES["data4-model2-passes2"]
     with tiny.counted_compiles() as compiled:
-        learner.step(restored, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
+        learner.update(restored, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
     facts["compiled after the restore"] = len(compiled)
     facts["shared prompts"] = differences_of_shared_prompts()
     (folder / "facts.json").write_text(json.dumps(facts))

@@ -79,7 +79,7 @@ def update(
     state = tiny.fresh_state(learner)
     before = tiny.arrays_by_path(state.model)
     packed = pack_batch(make_pairs(config) if pairs is None else pairs, SequenceMeanConfig(), layout, pad_token_id=0)
-    state, metrics = learner.step(state, packed.microbatches)
+    state, metrics = learner.update(state, packed.microbatches)
     after = tiny.arrays_by_path(state.model)
     measured = {name: float(metric) for name, metric in metrics.items()}
     return measured, {name: before[name] - after[name] for name in before}

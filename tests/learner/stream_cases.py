@@ -53,7 +53,7 @@ def update(learner: Learner, packed: PackedBatch) -> tuple[dict[str, float], dic
     """Return the metrics and the gradient of one step of gradient descent."""
     state = learner.initial_state(tiny.make_model(learner.trainer), jax.random.PRNGKey(1))
     before = tiny.arrays_by_path(state.model)
-    state, metrics = learner.step(state, packed.microbatches)
+    state, metrics = learner.update(state, packed.microbatches)
     after = tiny.arrays_by_path(state.model)
     measured = {name: float(metric) for name, metric in metrics.items()}
     return measured, {name: before[name] - after[name] for name in before}

@@ -27,11 +27,11 @@ from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmHeadModel
 from levanter.models.qwen import Qwen3Config
 
+from marin_rl.batching.attention_kernel import AttentionKernel, GpuBackend, attention_kernel
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rl_example import PER_TOKEN_DTYPES, RlExample, SharedPromptMask, pack_batch
 from marin_rl.batching.rollout_batch import join_batches
 from marin_rl.learner import attention_layers, logprobs
-from marin_rl.learner.attention_kernel import AttentionKernel, GpuBackend, attention_kernel
 from marin_rl.learner.attention_layers import kernel_of, with_attention_kernel
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.models.attention_windows import layer_windows, windows_within

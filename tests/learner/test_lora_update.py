@@ -45,7 +45,7 @@ def gradient_of_adapter(tiny: ModuleType, microbatches: int) -> tuple[dict[str, 
     adapter = random_adapter(spec)
     before, base = tiny.arrays_by_path(adapter), tiny.make_model(trainer)
     state = learner.initial_state(adapter, jax.random.PRNGKey(1))
-    state, _ = learner.step(state, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
+    state, _ = learner.update(state, tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), microbatches))
     after = tiny.arrays_by_path(state.model)
     return {name: before[name] - after[name] for name in before}, random_adapter(spec), base
 
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_merged_weights_times_a_and_b(tiny: ModuleTyp
     learner = tiny.make_learner(trainer, optimizer=tiny.SgdConfig())
     merged = merge_adapter(with_adapter(base, adapter))
     copied = jax.tree.map(lambda leaf: jax.numpy.copy(leaf) if eqx.is_array(leaf) else leaf, merged)
-    state, _ = learner.step(
+    state, _ = learner.update(
         learner.initial_state(copied, jax.random.PRNGKey(1)), tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), 1)
     )
     of_merged, updated = adapted_modules(merged, LORA.targets), adapted_modules(state.model, LORA.targets)
@@ -102,7 +102,7 @@ def test_a_step_changes_the_adapter_and_keeps_the_base(tiny: ModuleType) -> None
     state = learner.initial_state(spec.new_adapter(jax.random.PRNGKey(0)), jax.random.PRNGKey(1))
     frozen = learner._frozen
     for _ in range(2):
-        state, _ = learner.step(state, [tiny.make_example()])
+        state, _ = learner.update(state, [tiny.make_example()])
     assert not any(array.is_deleted() for array in frozen)
     tiny.assert_same_bits(frozen, jax.tree.leaves(tiny.make_model(trainer)))
     trained = sum(array.size for array in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
@@ -119,7 +119,7 @@ def test_weight_decay_shrinks_a_and_b_as_in_peft(tiny: ModuleType) -> None:
     learner, spec = adapter_learner(trainer, optimizer=optimizer)
     adapter = spec.new_adapter(jax.random.PRNGKey(0))
     before = tiny.arrays_by_path(adapter)
-    state, _ = learner.step(learner.initial_state(adapter, jax.random.PRNGKey(1)), [tiny.make_example()])
+    state, _ = learner.update(learner.initial_state(adapter, jax.random.PRNGKey(1)), [tiny.make_example()])
     after = tiny.arrays_by_path(state.model)
     assert sum(".a[" in name for name in before) == len(LORA.targets)
     for name, array in before.items():

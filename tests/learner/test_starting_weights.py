@@ -207,7 +207,7 @@ def train_one_step(config: TrainConfig, policy_logprobs: np.ndarray) -> dict[str
     batch = pack_batch(rollouts, config.aggregation, RunParts(config, trainer).layout, pad_token_id=0)
     learner = Learner(trainer, config.optimizer, RunParts(config, trainer).loss, num_updates=1)
     state = learner.initial_state(long_model(config, trainer), jax.random.PRNGKey(0))
-    _, measured = learner.step(state, batch.microbatches)
+    _, measured = learner.update(state, batch.microbatches)
     ratios = first_log_ratios([measured])
     return {"logprob_difference_max": float(ratios.maximum), "grad_norm": float(measured["grad_norm"])}
 

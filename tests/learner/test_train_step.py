@@ -22,7 +22,9 @@ from marin_rl.learner.train_step import (
     Learner,
     NonFiniteUpdateError,
     SkipState,
+    StepwiseAdamW,
     compiler_options,
+    fold_metrics,
     skip_nonfinite_updates,
 )
 from marin_rl.objectives.kl import KlEstimator
@@ -90,6 +92,34 @@ def test_the_gradient_is_that_of_the_textbook_formula(tiny, one_device) -> None:
     np.testing.assert_allclose(measured["grad_norm"], norm, rtol=1e-4)
 
 
+@pytest.mark.medium
+def test_gradients_of_separate_calls_are_those_of_an_update(tiny, trainer) -> None:
+    """Also the loss and its metrics; the sum is zero after the step that applies it."""
+    learner = tiny.make_learner(trainer, optimizer=StepwiseAdamW())
+    measured, expected, _ = tiny.loss_and_gradient(tiny.make_learner(trainer, optimizer=tiny.SgdConfig()), 4)
+    state, reports, total = learner.accumulated(tiny.fresh_state(learner)), [], 0.0
+    before = tiny.arrays_by_path(state.state.model)
+    for rows in tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), 4):
+        value, metrics = learner.forward(state.state.model, rows, tiny.make_loss())
+        state, loss, report = learner.forward_backward(state, rows, tiny.make_loss())
+        np.testing.assert_allclose(value, loss, rtol=1e-5)
+        assert metrics.keys() == report.keys()
+        reports.append(report)
+        total += float(loss)
+    found = tiny.arrays_by_path(state.gradient)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(total, measured["loss/total"], rtol=1e-5)
+    folded = fold_metrics(reports)
+    for name in folded.keys() & measured.keys():
+        np.testing.assert_allclose(float(folded[name]), measured[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    state, metrics = learner.step(state, 0.5, eps=1e3)
+    np.testing.assert_allclose(metrics["grad_norm"], measured["grad_norm"], rtol=1e-5)
+    for name, array in tiny.arrays_by_path(state.state.model).items():
+        np.testing.assert_allclose(before[name] - array, 5e-4 * expected[name], atol=1e-6)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(state.gradient))
+
+
 class OneWeight(eqx.Module):
     weight: jax.Array
 
@@ -104,7 +134,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32(tiny) -> None:
     learner = Learner(trainer, tiny.SgdConfig(), loss, num_updates=1)
     state = learner.initial_state(OneWeight(jnp.zeros((), jnp.bfloat16)), jax.random.PRNGKey(0))
     microbatches = tiny.split_rows(tiny.make_example(300 * jax.device_count(), 4), 300)
-    state, _ = learner.step(state, microbatches)
+    state, _ = learner.update(state, microbatches)
     assert (state.model.weight.dtype, float(state.model.weight)) == (jnp.bfloat16, -300.0)
 
 
@@ -153,12 +183,12 @@ def test_on_a_cpu_xla_compiles_reductions_itself(tiny) -> None:
 @pytest.mark.medium
 def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
     examples = [tiny.make_example(seed=seed) for seed in range(8)]
-    state, _ = learner.step(tiny.fresh_state(learner), examples[:4])
+    state, _ = learner.update(tiny.fresh_state(learner), examples[:4])
     with tiny.counted_compiles() as compiled:
-        state, _ = learner.step(state, examples[:5])
+        state, _ = learner.update(state, examples[:5])
     assert len(compiled) == 1
     with tiny.counted_compiles() as compiled:
-        learner.step(state, examples)
+        learner.update(state, examples)
     assert compiled == []
 
 
@@ -196,7 +226,7 @@ def test_the_config_refuses_the_optimizers_that_cannot_be_compiled(tiny, trainer
 
 def test_later_steps_with_any_microbatch_count_do_not_compile(tiny, learner) -> None:
     def step(state, seeds):
-        state, measured = learner.step(state, [tiny.make_example(seed=seed) for seed in seeds])
+        state, measured = learner.update(state, [tiny.make_example(seed=seed) for seed in seeds])
         loss_metrics([{name: m for name, m in measured.items() if name.startswith(MEASURED_BY_THE_LOSS)}])
         return state
 
@@ -214,7 +244,7 @@ MEASURED_BY_THE_LOSS = ("loss/policy", "loss/kl", "policy/", "log_ratio/")
 
 
 def test_metrics_of_a_step(tiny, learner) -> None:
-    state, measures = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    state, measures = learner.update(tiny.fresh_state(learner), [tiny.make_example()])
     assert int(state.step) == 1
     assert {name for name in measures if not name.startswith(MEASURED_BY_THE_LOSS)} == {"loss/total", "grad_norm", "lr"}
     measured = {name: float(metric) for name, metric in measures.items()}
@@ -226,7 +256,7 @@ def test_a_state_is_placed_alike_when_fresh_and_after_a_step(tiny, learner) -> N
     fresh = tiny.fresh_state(learner)
     placed = tiny.placements(fresh)
     assert all(committed for _, committed in placed.values())
-    state, _ = learner.step(fresh, [tiny.make_example()])
+    state, _ = learner.update(fresh, [tiny.make_example()])
     assert tiny.placements(state) == placed
     somewhere = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
     assert tiny.placements(somewhere) != placed
@@ -235,31 +265,31 @@ def test_a_state_is_placed_alike_when_fresh_and_after_a_step(tiny, learner) -> N
 
 
 def test_the_same_step_twice_is_bit_identical(tiny, learner) -> None:
-    first, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
-    second, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    first, _ = learner.update(tiny.fresh_state(learner), [tiny.make_example()])
+    second, _ = learner.update(tiny.fresh_state(learner), [tiny.make_example()])
     tiny.assert_same_bits(first, second)
 
 
 def test_training_lowers_the_loss(tiny, learner) -> None:
     state, losses = tiny.fresh_state(learner), []
     for _ in range(5):
-        state, measured = learner.step(state, [tiny.make_example()])
+        state, measured = learner.update(state, [tiny.make_example()])
         losses.append(float(measured["loss/total"]))
     assert losses[-1] < losses[0]
 
 
 def test_nonfinite_update_raises(tiny, learner) -> None:
-    state, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    state, _ = learner.update(tiny.fresh_state(learner), [tiny.make_example()])
     weights = np.array(tiny.make_example().loss_weights.array)
     weights[weights > 0] = np.nan
     with pytest.raises(NonFiniteUpdateError, match=r"update 2: loss nan, gradient norm nan; the weights are unchanged"):
-        learner.step(state, [tiny.replace_arrays(tiny.make_example(), loss_weights=weights)])
+        learner.update(state, [tiny.replace_arrays(tiny.make_example(), loss_weights=weights)])
     # The learner is still usable.
-    learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    learner.update(tiny.fresh_state(learner), [tiny.make_example()])
 
 
 def test_a_dispatched_update_reports_nonfinite_numbers_when_it_is_waited_for(tiny, learner) -> None:
-    before, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    before, _ = learner.update(tiny.fresh_state(learner), [tiny.make_example()])
     kept = jax.tree.map(jnp.copy, before)
     weights = np.array(tiny.make_example().loss_weights.array)
     weights[weights > 0] = np.nan
@@ -274,7 +304,7 @@ def test_a_dispatched_update_reports_nonfinite_numbers_when_it_is_waited_for(tin
 
 @pytest.mark.medium
 def test_nonfinite_gradient_leaves_weights_and_moments(tiny, learner) -> None:
-    state, _ = learner.step(tiny.fresh_state(learner), [tiny.make_example()])
+    state, _ = learner.update(tiny.fresh_state(learner), [tiny.make_example()])
     gradient = jax.tree.map(lambda leaf: leaf + np.nan, eqx.filter(state.model, eqx.is_inexact_array))
     with learner.trainer.use_device_mesh():
         after, _ = state.take_step(gradient, loss=np.nan, key=state.training_key)
@@ -297,8 +327,8 @@ def test_bfloat16_compute_trains_close_to_float32(tiny, learner) -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array)))
     losses = []
     for _ in range(3):
-        state, measured = mixed.step(state, [tiny.make_example()])
-        exact, expected = learner.step(exact, [tiny.make_example()])
+        state, measured = mixed.update(state, [tiny.make_example()])
+        exact, expected = learner.update(exact, [tiny.make_example()])
         loss, exact_loss = float(measured["loss/total"]), float(expected["loss/total"])
         assert np.isfinite(loss)
         assert loss == pytest.approx(exact_loss, rel=0.02)

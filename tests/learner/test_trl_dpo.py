@@ -104,7 +104,7 @@ def ours(tiny, trainer, chat, config: PreferenceLossConfig, rows, folder):
     batch = dataclasses.replace(batch, reference_logprobs=reference)
     learner = Learner(trainer, tiny.SgdConfig(), PreferenceLoss(config, block_size=8), num_updates=1)
     packed = pack_batch(batch, SequenceMeanConfig(), LAYOUT, pad_token_id=chat.pad_token_id)
-    state, metrics = learner.step(tiny.fresh_state(learner), packed.microbatches)
+    state, metrics = learner.update(tiny.fresh_state(learner), packed.microbatches)
     gradient = jax.tree.map(lambda before, after: before - after, tiny.make_model(trainer), state.model)
     save_hf_policy(gradient, chat, folder, trainer)
     return {name: float(value) for name, value in metrics.items()}, load_file(folder / "model.safetensors")

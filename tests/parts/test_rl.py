@@ -12,6 +12,7 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from levanter.layers.attention import AttentionBackend
 
+from marin_rl.batching.attention_kernel import attention_kernel
 from marin_rl.batching.packing import GroupRow
 from marin_rl.config.sections import RolloutConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
@@ -20,7 +21,6 @@ from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.tool_use import ToolUseConfig
 from marin_rl.environments.tools import PythonConfig
-from marin_rl.learner.attention_kernel import attention_kernel
 from marin_rl.objectives.policy_loss import GspoLossConfig, RlooSequenceLossConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.rewards.code import CodeRewardConfig
@@ -43,7 +43,7 @@ def test_row_length_that_the_platform_does_not_support_is_refused():
     trainer = TrainerConfig(per_device_parallelism=6)
     assert RunParts(built, trainer).layout.row_length == 640
     with pytest.raises(ValueError, match=r"rollouts.row_length is 640, but splash .* set rollouts.row_length: 1024"):
-        built.rollouts.positions(attention_kernel(MODEL, "tpu"))
+        built.rollouts.sizes.positions(attention_kernel(MODEL, "tpu"))
 
 
 def test_trained_model_sets_the_attention_kernel_and_its_block_size():

@@ -101,16 +101,16 @@ def test_a_state_that_is_written_at_once_is_the_same(state, saved: Checkpoints, 
 def test_restored_state_continues_bit_for_bit_without_compiling(tiny, learner, tmp_path: Path) -> None:
     state = tiny.fresh_state(learner)
     for seed in range(2):
-        state, _ = learner.step(state, [tiny.make_example(seed=seed)])
+        state, _ = learner.update(state, [tiny.make_example(seed=seed)])
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, state, 2, {})
     restored = learner.place(checkpoints.open(2).restore(learner.state_shape(state.model), learner.trainer))
     assert tiny.placements(restored) == tiny.placements(state)
     for seed in range(2, 4):
         microbatches = [tiny.make_example(seed=seed), tiny.make_example(seed=seed + 10)]
-        state, measured = learner.step(state, microbatches)
+        state, measured = learner.update(state, microbatches)
         with tiny.counted_compiles() as compiled:
-            restored, again = learner.step(restored, microbatches)
+            restored, again = learner.update(restored, microbatches)
         assert compiled == []
         assert again.keys() == measured.keys()
         for name, metric in measured.items():

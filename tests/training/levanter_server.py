@@ -52,7 +52,7 @@ class Loader:
 
     def __call__(self) -> SamplerEngine:
         config = self.config
-        trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+        trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
         tokenizer = config.tokenizer.build()
         model = load_hf_policy(str(self.current), tokenizer, trainer, config.model)
         self.loaded.append(self.current.resolve().name)

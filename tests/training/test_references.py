@@ -149,7 +149,7 @@ def test_a_teacher_of_another_size_is_run_in_the_updates(finished_run: TinyRun, 
     own, others = all_logprobs(run.trainer_state.model), all_logprobs(weights)
     expected = (np.exp(own) * (own - others)).sum(axis=-1)[BATCH.loss_mask].mean()
     [packed] = run.batch_builder.minibatches(BATCH, 7)
-    _, metrics = run.learner.step(run.trainer_state, packed.microbatches)
+    _, metrics = run.learner.update(run.trainer_state, packed.microbatches)
     assert float(metrics["loss/ref_kl_avg"]) == pytest.approx(expected, rel=1e-4)
     assert expected > 0.1
     # The policy could sample a token that the teacher cannot read.

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from marin_rl.batching.rows import ROW_MULTIPLE
+from marin_rl.batching.row_sizes import ROW_MULTIPLE
 from marin_rl.data.dataset import Batches
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
 from marin_rl.sft import main

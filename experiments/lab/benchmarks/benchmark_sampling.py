@@ -72,7 +72,7 @@ def measure_sampling(config: TrainConfig, calls: int) -> dict[str, Any]:
     """
     assert config.model is not None
     shape = shape_of(config)
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     sampler = RunParts(config, trainer).open_group_sampler(model, version=0)
@@ -120,7 +120,7 @@ def measure_turns(config: TrainConfig, *, episodes: int, turns: int, longest: in
         Figures as in experiments/lab/results/benchmarks.md.
     """
     assert config.model is not None
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     sampler = RunParts(config, trainer).open_group_sampler(model, version=0)

@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     config = load_config([*rest, *sizes, f"--sampling.max_seqs={slots}"])
     assert config.model is not None
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     bare, closed, served = (

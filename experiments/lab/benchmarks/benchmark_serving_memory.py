@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = PROMPT_TOKENS + options.new_tokens
     config = load_config([*rest, f"--model.seq_len={context}"])
     assert config.model is not None
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(config.model, tokenizer, trainer, key=jax.random.PRNGKey(0))
     requests = make_requests(options.requests, options.new_tokens, tokenizer.vocab_size)

@@ -81,7 +81,7 @@ class RlooStep:
 
     def step(self) -> float:
         """Run one update and return its loss."""
-        self._state, measured = self._learner.step(self._state, self._microbatches)
+        self._state, measured = self._learner.update(self._state, self._microbatches)
         # A run reads every metric.
         return {name: float(metric) for name, metric in measured.items()}["loss/total"]
 
@@ -200,7 +200,7 @@ def pack(
     """Return the batch in a run's layout, with or without packing, or with the run's choice if `packed` is None."""
     sections = dataclasses.replace(config.rollouts, packing=packed)
     whole = dataclasses.replace(config, rollouts=sections)
-    default = sections.rows_per_device(platform_of(trainer), trainer.data_axis_size)
+    default = sections.sizes.rows_per_device(platform_of(trainer), trainer.data_axis_size)
     rows = microbatch_rows(config.trainer, default)
     layout = RunParts(whole, dataclasses.replace(trainer, per_device_parallelism=rows)).layout
     counts = zip(rollouts.num_loss_tokens, advantages, strict=True)
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
     without_compilation_cache()
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     full = np.full(config.rollouts.rollouts_per_step, config.rollouts.max_length)
     drawn = log_normal_lengths(arguments.long_rollouts, arguments.long_length)
     figures = {

@@ -201,7 +201,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: WeightT
     """
     config, secret = dataclasses.replace(config, weights=way), make_secret()
     assert config.model is not None
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device, alone=True)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device, alone=True)
     vocab_size = config.tokenizer.build().vocab_size
     like = PolicySpec(config.model, vocab_size, trainer).policy
     shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
@@ -265,7 +265,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
         way: configuration of publishing.
     """
     assert config.model is not None
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     tokenizer = config.tokenizer.build()
     lengths = np.full(config.rollouts.rollouts_per_step, config.rollouts.max_length)
     rollouts = random_rollouts(
@@ -280,7 +280,7 @@ def measure_publishing(config: TrainConfig, steps: int, way: WeightTransferConfi
 
     def step() -> None:
         nonlocal state
-        state, measured = learner.step(state, passes)
+        state, measured = learner.update(state, passes)
         # A run reads every metric.
         for metric in measured.values():
             float(metric)

@@ -15,8 +15,8 @@ from haliax import Axis
 from levanter.layers.attention import AttentionConfig
 
 from experiments.lab.benchmarks.measurement import timed
+from marin_rl.batching.attention_kernel import GpuBackend
 from marin_rl.batching.packing import GroupRow
-from marin_rl.learner.attention_kernel import GpuBackend
 from marin_rl.learner.attention_layers import kernel_of
 from marin_rl.learner.flash_attention import block_attention, pallas_attention
 from marin_rl.sampling.attention import PADDING, BlockAttention, Tokens

@@ -157,7 +157,7 @@ def model_arguments(family: str, dtype: str, settings: Settings) -> list[str]:
 def saved_model(family: str, dtype: str, settings: Settings) -> tuple[TrainConfig, Any, Any, Path]:
     """Return the config, trainer section, random model and Hugging Face folder of a small run."""
     config = load_config(model_arguments(family, dtype, settings))
-    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+    trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
     tokenizer = config.tokenizer.build()
     model = initialize_policy(cast(Any, config.model), tokenizer, trainer, key=jax.random.PRNGKey(0))
     folder = settings.work / f"{family}-{dtype}"
@@ -362,7 +362,7 @@ def update(settings: Settings, *arguments: str) -> Result:
     run = [*qwen3_arguments(settings, "update 4k"), "--rollouts.prompts_per_step=1"]
     if arguments:
         config = load_config(run)
-        trainer = start_devices(config.trainer, rows_per_device=config.rollouts.rows_per_device)
+        trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
         tokenizer, folder = config.tokenizer.build(), settings.work / "qwen3-base"
         model = initialize_policy(cast(Any, config.model), tokenizer, trainer, key=jax.random.PRNGKey(0))
         save_hf_policy(model, tokenizer, folder, trainer)

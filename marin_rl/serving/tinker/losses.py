@@ -13,118 +13,136 @@ With `l = log π(target)`, `q` the old log-prob, `A` the advantage, and `r = exp
 | `cispo` | `-stop(clip(r, low, high)) l A` | `clip_low_threshold` 0, `clip_high_threshold` 4 |
 | `dro` | `-(l A - beta (l - q)² / 2)` | `beta`, without a default |
 
+`l - q` is limited to ±20 in a ratio, as in all policy terms (`marin_rl.objectives.policy_loss`).
+
 Source: the documentation of the Tinker SDK, "Loss functions".
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32, Int32
+from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.serving.tinker.records import MAX_TOPK, Datum, ForwardBackward, RequestError
-
-TARGETS = "target_tokens"
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """Inputs and settings of a loss."""
-
-    factor: str
-    """Name of the input that multiplies each term; a token whose factor is 0 has the term 0, except in `dro`."""
-    has_old: bool
-    """Whether the loss reads `logprobs`."""
-    takes_top_k: bool
-    """Whether a position may have several targets."""
-    settings: Mapping[str, float | None]
-    """Names of settings and their defaults; None without one."""
-
-
-_CLIP = ("clip_low_threshold", "clip_high_threshold")
-LOSSES = {
-    "cross_entropy": Loss("weights", has_old=False, takes_top_k=True, settings={}),
-    "importance_sampling": Loss("advantages", has_old=True, takes_top_k=True, settings={}),
-    "ppo": Loss("advantages", has_old=True, takes_top_k=False, settings=dict(zip(_CLIP, (0.8, 1.2), strict=True))),
-    "cispo": Loss("advantages", has_old=True, takes_top_k=False, settings=dict(zip(_CLIP, (0.0, 4.0), strict=True))),
-    "dro": Loss("advantages", has_old=True, takes_top_k=False, settings={"beta": None}),
-}
+from marin_rl.batching.attention_kernel import AttentionKernel
+from marin_rl.batching.target_example import TargetExample
+from marin_rl.learner.attention_layers import context_shards
+from marin_rl.learner.blocks import head_arrays, shards_of
+from marin_rl.learner.critic import assemble
+from marin_rl.learner.logprobs import blockwise_logprobs, blockwise_top_logprobs, policy_activations
+from marin_rl.learner.policy_spec import with_config
+from marin_rl.learner.train_step import Frozen
+from marin_rl.objectives.policy_loss import cispo_terms, importance_terms, ppo_clip_terms, reinforce_terms
+from marin_rl.serving.tinker.records import CLIP, LOSSES, ForwardBackward
 
 
 class LossSettings(NamedTuple):
     """A loss and its settings, as arguments of a compiled program."""
 
-    number: np.int32
+    number: Any
     """Index of the loss in `LOSSES`."""
-    low: np.float32
-    high: np.float32
-    beta: np.float32
+    low: Any
+    high: Any
+    beta: Any
 
 
 def read_settings(request: ForwardBackward) -> LossSettings:
-    """Return the loss of a request.
+    """Return the loss of a request, as checked by `forward_backward_of`."""
+    values = {**LOSSES[request.loss_fn].settings, **request.config}
+    low, high, beta = (np.float32(values.get(name, 0.0)) for name in (*CLIP, "beta"))
+    return LossSettings(np.int32(list(LOSSES).index(request.loss_fn)), low, high, beta)
 
-    Raises:
-        RequestError: if the loss or a setting is unknown, or a setting is missing or not finite.
+
+class TargetLoss(eqx.Module):
+    """The loss of a microbatch, which reports the log-probs of its targets; a `Loss` of the learner."""
+
+    settings: LossSettings
+    """The loss."""
+    kernel: AttentionKernel = eqx.field(static=True)
+    """Attention kernel."""
+    block_size: int = eqx.field(static=True)
+    """Positions whose logits are in memory at once."""
+
+    def __call__(
+        self, trained: Any, batch: TargetExample, frozen: Frozen | None = None
+    ) -> tuple[Float32[Array, ""], tuple[Float32[Array, "batch position target"]]]:
+        """Return the loss, and the log-probs at temperature 1, 0 off the loss mask."""
+        model, mask = whole_model(trained, batch, frozen, self.kernel), batch.loss_mask.array
+        # The penalty of `dro` has a gradient also where the advantage is 0.
+        trains = mask & ((batch.advantages.array != 0) | (self.settings.beta != 0))
+        logprobs = target_logprobs(model, batch, trains, self.block_size)
+        terms = token_terms(self.settings, logprobs, batch.advantages.array, batch.policy_logprobs.array)
+        return jnp.sum(jnp.where(mask, terms, 0.0)), (logprobs,)
+
+
+class TopTokens(eqx.Module):
+    """Reports the likeliest tokens at every position of a microbatch, and their log-probs; without a loss."""
+
+    count: int = eqx.field(static=True)
+    """Number of tokens."""
+    kernel: AttentionKernel = eqx.field(static=True)
+    """Attention kernel."""
+    block_size: int = eqx.field(static=True)
+    """As in `TargetLoss`."""
+
+    def __call__(
+        self, trained: Any, batch: TargetExample, frozen: Frozen | None = None
+    ) -> tuple[Float32[Array, ""], tuple[Int32[Array, "batch position top"], Float32[Array, "batch position top"]]]:
+        """Return 0, and ids and log-probs."""
+        model, (Batch, Pos) = whole_model(trained, batch, frozen, self.kernel), batch.input_ids.axes
+        return jnp.zeros(()), blockwise_top_logprobs(
+            *head_arrays(policy_activations(model, batch), model.get_lm_head(), (Batch, Pos)),
+            batch.loss_mask.array[..., 0],
+            count=self.count,
+            block_size=self.block_size,
+            shards=shards_of(Batch),
+            position_shards=context_shards(),
+        )
+
+
+def whole_model(trained: Any, batch: TargetExample, frozen: Frozen | None, kernel: AttentionKernel) -> LmHeadModel:
+    """Return the model of trained weights, with the attention kernel of the rows."""
+    base = trained if frozen is None else frozen.base
+    # Parameters of an adapter have no attention kernel.
+    model = with_config(base, kernel.configure(base.config, batch.input_ids.axis_size("position")))
+    return model if frozen is None else assemble(trained, model)
+
+
+def target_logprobs(
+    model: LmHeadModel, batch: TargetExample, trains: Bool[Array, "batch position target"], block_size: int
+) -> Float32[Array, "batch position target"]:
+    """Compute the log-probs of the targets at temperature 1, 0 off the loss mask; the head runs once for every target.
+
+    Args:
+        model: the model, in compute precision.
+        batch: tokens and targets.
+        trains: targets whose log-probs have a gradient.
+        block_size: positions whose logits are in memory at once.
     """
-    if (loss := LOSSES.get(request.loss_fn)) is None:
-        raise RequestError(f"loss_fn is {request.loss_fn!r:.100}; supported are {', '.join(LOSSES)}")
-    if unknown := [name for name in request.config if name not in loss.settings]:
-        known = ", ".join(loss.settings) or "none"
-        raise RequestError(f"loss_fn_config has {unknown[0]!r:.100}; {request.loss_fn} takes {known}")
-    values = {**loss.settings, **request.config}
-    for name, value in values.items():
-        if value is None:
-            raise RequestError(f"{request.loss_fn} needs loss_fn_config[{name!r}]")
-        if not abs(value) <= float(np.finfo(np.float32).max):
-            raise RequestError(f"loss_fn_config[{name!r}] is {value}; it must be finite in float32")
-    low, high = (np.float32(values.get(name, 0.0)) for name in _CLIP)
-    number = list(LOSSES).index(request.loss_fn)
-    return LossSettings(np.int32(number), low, high, np.float32(values.get("beta", 0.0)))
+    Batch, Pos, Target = batch.targets.axes
+    activations, lm_head = head_arrays(policy_activations(model, batch), model.get_lm_head(), (Batch, Pos))
+    flat = (Batch.size, Pos.size * Target.size)
 
+    def score(activations: Array, lm_head: Array, mask: Array) -> Array:
+        logprobs, _ = blockwise_logprobs(
+            activations,
+            lm_head,
+            batch.targets.array.reshape(flat),
+            mask.reshape(flat),
+            temperature=1.0,
+            block_size=block_size,
+            shards=shards_of(Batch),
+            position_shards=context_shards(),
+        )
+        return logprobs.reshape(batch.targets.array.shape)
 
-def check_datum(datum: Datum, index: int, request: ForwardBackward, vocab_size: int) -> None:
-    """Check the inputs of the loss of a datum.
-
-    Raises:
-        RequestError: if an input is missing, unknown or not finite, has another shape than the targets, or a token is
-            not in the vocabulary; names the datum.
-    """
-    loss, where = LOSSES[request.loss_fn], f"datum {index}"
-    names = (TARGETS, loss.factor, *(["logprobs"] if loss.has_old else []))
-    for name in names:
-        # A forward pass of cross-entropy needs no weights.
-        if name not in datum.inputs and name != "weights":
-            raise RequestError(f"{where} has no loss_fn_inputs[{name!r}]; {request.loss_fn} takes {', '.join(names)}")
-    if unknown := [name for name in datum.inputs if name not in names]:
-        raise RequestError(
-            f"{where} has loss_fn_inputs[{unknown[0]!r:.100}]; {request.loss_fn} takes {', '.join(names)}"
-        )
-    targets, length = datum.inputs[TARGETS], len(datum.tokens)
-    if not length:
-        raise RequestError(f"{where} has no tokens")
-    for name, values in datum.inputs.items():
-        if values.shape != targets.shape:
-            raise RequestError(f"{where}: {name} has the shape {values.shape}, but {TARGETS} {targets.shape}")
-        if name != TARGETS and not np.isfinite(values).all():
-            raise RequestError(f"{where}: {name} has NaN or infinite values")
-    if targets.shape[:1] != (length,) or targets.ndim not in (1, 2) or not targets.size:
-        raise RequestError(
-            f"{where}: {TARGETS} has the shape {targets.shape}, but model_input has {length} tokens; it must be "
-            f"[{length}] or [{length}, k]"
-        )
-    most = MAX_TOPK if loss.takes_top_k else 1
-    if targets[0].size > most:
-        raise RequestError(
-            f"{where}: {TARGETS} has {targets[0].size} targets a position; {request.loss_fn} takes at most {most}"
-        )
-    for name, tokens in (("model_input", datum.tokens), (TARGETS, targets)):
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise RequestError(f"{where}: {name} has token {wrong}; the model's vocabulary has {vocab_size} tokens")
+    if Target.size > 1:
+        activations = jnp.repeat(activations, Target.size, axis=1)
+    constant = score(*jax.lax.stop_gradient((activations, lm_head)), batch.loss_mask.array & ~trains)
+    return score(activations, lm_head, trains) + constant
 
 
 def token_terms(
@@ -138,28 +156,21 @@ def token_terms(
     `settings` are traced, so that all losses are one program. `factors` are weights `w` or advantages `A`; `logprobs`
     are `l` of the targets, `old` are `q`, or 0 without them.
     """
-    # An infinite ratio must not make NaN of a term or gradient that does not depend on it: where the factor is 0, where
-    # the ratio is clipped, and in losses without one.
-    log_ratio = jnp.where(factors == 0, 0.0, logprobs - old)
+    tokens = (logprobs, old, factors)
 
     def cross_entropy() -> Array:
-        return -factors * logprobs
+        return reinforce_terms(logprobs, factors)
 
     def importance_sampling() -> Array:
-        return -jnp.exp(log_ratio) * factors
-
-    def clipped_ratio() -> Array:
-        return jnp.clip(jnp.exp(jax.lax.stop_gradient(log_ratio)), settings.low, settings.high)
+        return importance_terms(*tokens)
 
     def ppo() -> Array:
-        clipped = clipped_ratio() * factors
-        is_free = jnp.exp(log_ratio) * factors <= clipped
-        return -jnp.where(is_free, jnp.exp(jnp.where(is_free, log_ratio, 0.0)) * factors, clipped)
+        return ppo_clip_terms(*tokens, 1 - settings.low, settings.high - 1).terms
 
     def cispo() -> Array:
-        return -clipped_ratio() * logprobs * factors
+        return cispo_terms(*tokens, 1 - settings.low, settings.high - 1).terms
 
     def dro() -> Array:
-        return -(logprobs * factors - settings.beta / 2 * jnp.square(logprobs - old))
+        return reinforce_terms(logprobs, factors) + settings.beta / 2 * jnp.square(logprobs - old)
 
     return jax.lax.switch(settings.number, (cross_entropy, importance_sampling, ppo, cispo, dro))

@@ -9,14 +9,24 @@ Arrays are little-endian bytes inside of the messages.
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from marin_rl.serving.tinker.records import Datum, ForwardBackward, LossOutputs, RequestError, SampleOutputs
+from marin_rl.serving.tinker.records import (
+    LOSSES,
+    MAX_TOPK,
+    TARGETS,
+    Datum,
+    ForwardBackward,
+    Loss,
+    LossOutputs,
+    RequestError,
+    SampleOutputs,
+)
 
 _MESSAGES = {
     "TopkLogprobs": "token_ids: bytes = 1, logprobs: bytes = 2, k: uint32 = 3, length: uint32 = 4",
@@ -47,17 +57,6 @@ MAX_PARTS = 2**20
 and 5 MB, of which a chunk has 3 fields and at least 16 bytes with its targets and weights."""
 MAX_SPARSE_ELEMENTS = 2**25
 """Maximum number of elements of the sparse tensors of a request, zeros included."""
-
-_RATIO_INPUTS = {"target_tokens", "logprobs", "advantages"}
-LOSS_INPUTS: Mapping[str, set[str]] = {
-    "cross_entropy": {"target_tokens", "weights"},
-    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro"), _RATIO_INPUTS),
-}
-"""Names of the inputs of each loss."""
-_MATRIX_LOSSES = ("cross_entropy", "importance_sampling")
-_CLIPS = {"clip_low_threshold", "clip_high_threshold"}
-LOSS_CONFIG: Mapping[str, set[str]] = {"ppo": _CLIPS, "cispo": _CLIPS, "dro": {"beta"}}
-"""Names of the settings of each loss that has some."""
 
 
 def _message_classes() -> Callable[[str], type[Any]]:
@@ -191,19 +190,20 @@ def forward_backward_of(message: Any) -> ForwardBackward:
     Raises:
         RequestError: if a value is invalid, or not supported.
     """
-    loss = message.loss_fn
-    if loss not in LOSS_INPUTS:
-        raise RequestError(f"loss_fn is {loss!r:.100}, which this server does not have; use one of {list(LOSS_INPUTS)}")
+    if (loss := LOSSES.get(message.loss_fn)) is None:
+        raise RequestError(
+            f"loss_fn is {message.loss_fn!r:.100}, which this server does not have; use one of {list(LOSSES)}"
+        )
     if not message.data:
         raise RequestError("data is empty; send at least one datum")
-    sparse = _Budget(MAX_SPARSE_ELEMENTS)
+    config, sparse = _config(message, loss), _Budget(MAX_SPARSE_ELEMENTS)
     # Without weights a datum is only scored.
     optional = {"weights"} if message.forward_only else set()
     data = tuple(_datum(datum, loss, optional, f"data[{index}]", sparse) for index, datum in enumerate(message.data))
-    return ForwardBackward(message.model_id, message.seq_id, data, loss, _config(message, loss), message.forward_only)
+    return ForwardBackward(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only)
 
 
-def _config(message: Any, loss: str) -> dict[str, float]:
+def _config(message: Any, loss: Loss) -> dict[str, float]:
     config = dict(message.loss_fn_config)
     if message.loss_fn_config_v2:
         config = {}
@@ -211,12 +211,16 @@ def _config(message: Any, loss: str) -> dict[str, float]:
             if value.WhichOneof("value") != "number":
                 raise RequestError(f"loss_fn_config[{name!r:.100}] is no number; this server has no settings of texts")
             config[name] = value.number
-    allowed = LOSS_CONFIG.get(loss, set())
     for name, value in config.items():
-        if name not in allowed:
-            raise RequestError(f"loss_fn_config[{name!r:.100}] is unknown for {loss}; it has {sorted(allowed)}")
-        if not math.isfinite(value):
-            raise RequestError(f"loss_fn_config[{name!r}] is {value}; it must be finite")
+        if name not in loss.settings:
+            raise RequestError(
+                f"loss_fn_config[{name!r:.100}] is unknown for {message.loss_fn}; it has {sorted(loss.settings)}"
+            )
+        if not abs(value) <= float(np.finfo(np.float32).max):
+            raise RequestError(f"loss_fn_config[{name!r}] is {value}; it must be finite in float32")
+    for name, default in loss.settings.items():
+        if default is None and name not in config:
+            raise RequestError(f"{message.loss_fn} needs loss_fn_config[{name!r}]")
     return config
 
 
@@ -232,7 +236,7 @@ class _Budget:
             raise RequestError(f"{what}: the sparse tensors of the request have more than {MAX_SPARSE_ELEMENTS} cells")
 
 
-def _datum(message: Any, loss: str, optional: set[str], what: str, sparse: _Budget) -> Datum:
+def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Budget) -> Datum:
     for chunk in message.model_input:
         for kind in ("image", "dmel"):
             if chunk.HasField(kind):
@@ -241,21 +245,22 @@ def _datum(message: Any, loss: str, optional: set[str], what: str, sparse: _Budg
     tokens = _array(raw, np.dtype("<i4"), f"{what}.model_input")
     if not len(tokens) or tokens.min() < 0:
         raise RequestError(f"{what}.model_input must have at least one token, and no negative ones")
-    given, names = set(message.loss_fn_inputs), LOSS_INPUTS[loss]
+    given, names = set(message.loss_fn_inputs), set(loss.inputs)
     if unknown := sorted(given - names):
-        raise RequestError(f"{what}: {loss} has no input {unknown[0]!r:.100}; its inputs are {sorted(names)}")
+        raise RequestError(f"{what}: the loss has no input {unknown[0]!r:.100}; its inputs are {sorted(names)}")
     if missing := sorted(names - given - optional):
-        raise RequestError(f"{what}: {loss} needs the input {missing[0]!r}")
+        raise RequestError(f"{what}: the loss needs the input {missing[0]!r}")
     inputs = {
         name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens), sparse)
         for name in sorted(given)
     }
-    shape = inputs["target_tokens"].shape
-    if len(shape) == 2 and loss not in _MATRIX_LOSSES:
-        raise RequestError(f"{what}: target_tokens has shape {shape}; only {_MATRIX_LOSSES} take several per position")
+    shape = inputs[TARGETS].shape
+    if len(shape) == 2 and not (loss.takes_top_k and shape[1] <= MAX_TOPK):
+        most = f"at most {MAX_TOPK} targets" if loss.takes_top_k else "one target"
+        raise RequestError(f"{what}: {TARGETS} has shape {shape}; the loss takes {most} per position")
     for name, values in inputs.items():
         if values.shape != shape:
-            raise RequestError(f"{what}: {name} has shape {values.shape}, but target_tokens has {shape}")
+            raise RequestError(f"{what}: {name} has shape {values.shape}, but {TARGETS} has {shape}")
     return Datum(tokens, inputs)
 
 
@@ -276,7 +281,7 @@ def _tensor(message: Any, name: str, what: str, length: int, sparse: _Budget) ->
         values = values.reshape(shape)
     if len(values) != length:
         raise RequestError(f"{what} has shape {list(values.shape)}; the first size must be {length}")
-    if name == "target_tokens":
+    if name == TARGETS:
         if message.dtype != _INT64 or values.min() < 0:
             raise RequestError(f"{what} must be int64 token ids, none of them negative")
         return values

@@ -20,6 +20,40 @@ class RequestError(Exception):
     """A request that cannot be served, by the fault of the client; the message names the value and the remedy."""
 
 
+TARGETS = "target_tokens"
+"""Name of the input with the tokens to score."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Inputs and settings of a loss."""
+
+    factor: str
+    """Name of the input that multiplies each term; a token whose factor is 0 has the term 0, except in `dro`."""
+    has_old: bool
+    """Whether the loss reads `logprobs`."""
+    takes_top_k: bool
+    """Whether a position may have several targets."""
+    settings: Mapping[str, float | None]
+    """Names of settings and their defaults; None without one."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs."""
+        return (TARGETS, self.factor, "logprobs") if self.has_old else (TARGETS, self.factor)
+
+
+CLIP = ("clip_low_threshold", "clip_high_threshold")
+"""Settings of losses with a clipped ratio."""
+LOSSES = {
+    "cross_entropy": Loss("weights", has_old=False, takes_top_k=True, settings={}),
+    "importance_sampling": Loss("advantages", has_old=True, takes_top_k=True, settings={}),
+    "ppo": Loss("advantages", has_old=True, takes_top_k=False, settings=dict(zip(CLIP, (0.8, 1.2), strict=True))),
+    "cispo": Loss("advantages", has_old=True, takes_top_k=False, settings=dict(zip(CLIP, (0.0, 4.0), strict=True))),
+    "dro": Loss("advantages", has_old=True, takes_top_k=False, settings={"beta": None}),
+}
+
+
 class Datum(NamedTuple):
     """One sequence of a `forward_backward` call."""
 

@@ -10,33 +10,42 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import equinox as eqx
+import haliax as hax
 import jax
 import numpy as np
+import optax
+from jaxtyping import Int64
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.rows import TOKENS_PER_MICROBATCH
-from marin_rl.learner.attention_kernel import attention_kernel
+from marin_rl.batching.attention_kernel import attention_kernel
+from marin_rl.batching.packing import GroupRow
+from marin_rl.batching.rows import Rows, find_prompts
+from marin_rl.batching.target_example import PackedTargets, TargetExample, pack_targets
 from marin_rl.learner.base_weights import fingerprint
 from marin_rl.learner.config import LoraConfig
+from marin_rl.learner.critic import assemble
+from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.train_step import AccumulatedState, Frozen, Learner, Loss, StepwiseAdamW, zero_gradient
+from marin_rl.models.lora import RANK, Adapter, merge_adapter
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.serving.options import CALL_SECONDS, choose_context
-from marin_rl.serving.tinker.adam import TrainState, new_state
-from marin_rl.serving.tinker.losses import TARGETS, check_datum, read_settings
-from marin_rl.serving.tinker.programs import Programs
+from marin_rl.serving.tinker.losses import TargetLoss, TopTokens, read_settings
 from marin_rl.serving.tinker.records import (
+    LOSSES,
+    TARGETS,
     AdamParams,
     Datum,
     ForwardBackward,
@@ -48,13 +57,13 @@ from marin_rl.serving.tinker.records import (
     TopK,
 )
 from marin_rl.serving.tinker.replies import Replies, check_sample
-from marin_rl.serving.tinker.rows import Rows
-from marin_rl.serving.tinker.token_batch import Piece, pack_data
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.utils.devices.setup import platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import max_positions
+
+logger = logging.getLogger(__name__)
 
 LORA_ALPHA = 32.0
 """The API has no alpha: an adapter's product is multiplied by `LORA_ALPHA / rank`, as in other servers."""
@@ -68,10 +77,10 @@ SAMPLERS_IN_MEMORY = 2
 """Versions of the weights that are kept in memory for sampling, beside the trained ones."""
 
 
-class _SamplerWeights(eqx.Module):
-    """Weights of a sampler, with the same path as in `TrainState`."""
-
-    trained: Any
+MODEL = "state/model"
+"""Path of the trained weights in a folder."""
+FORMAT = 2
+"""Version of the state's layout in a folder; 1 had the averages of an Adam of its own."""
 
 
 def open_trainer(model: str, *, max_context: int | None, max_seqs: int) -> "JaxTrainer":
@@ -129,18 +138,17 @@ class JaxTrainer:
         """Maximum number of tokens of a datum or of a sample with its prompt."""
         self._base = load_hf_policy(model, tokenizer, trainer, None, trainer.mp.compute_dtype)
         self._kernel = attention_kernel(self._base.config, platform_of(trainer))
-        self._rows = Rows(
-            self._kernel,
-            cast(LmConfig, self._base.config),
-            longest=max_context,
-            tokens=TOKENS_PER_MICROBATCH[platform_of(trainer)],
-            shards=trainer.data_axis_size,
-        )
+        platform, architecture = platform_of(trainer), cast(LmConfig, self._base.config)
+        self._rows = Rows(self._kernel, architecture, platform, trainer.data_axis_size)
+        self._block_size = LOGPROB_BLOCK_SIZE[platform]
         self.vocab_size = self._base.vocab_size
         """Number of tokens of the model."""
         self._spec: ModelSpec | None = None
-        self._state: TrainState | None = None
-        self._programs = Programs(trainer, self._kernel)
+        self._state: AccumulatedState | None = None
+        self._learner = Learner(trainer, StepwiseAdamW(), None, num_updates=0)
+        self._adapter_learner = Learner(trainer, StepwiseAdamW(), None, num_updates=0, frozen=Frozen(self._base))
+        self._compiled: set[tuple[str | int | GroupRow, ...]] = set()
+        """Purpose, weights, rows, row length, targets of a position, and group of each program that has run."""
         self._loaded: collections.OrderedDict[str, Any] = collections.OrderedDict()
         """Weights of samplers in memory, the last used last, by the id in their checkpoint."""
         self._sampler = GroupSampler(
@@ -163,7 +171,7 @@ class JaxTrainer:
     @property
     def num_programs(self) -> int:
         """Number of programs of `forward_backward` and of the log-probs of prompts that have been compiled."""
-        return len(self._programs.compiled)
+        return len(self._compiled)
 
     def _policy_spec(self, spec: ModelSpec) -> PolicySpec:
         lora = self._lora(spec) if spec.lora_rank else None
@@ -193,7 +201,7 @@ class JaxTrainer:
             trained = shapes.new_adapter(jax.random.PRNGKey(spec.seed % 2**32))
         else:
             trained = load_hf_policy(self._model, self._tokenizer, self._trainer, None)
-        self._spec, self._state = spec, self._programs.new_state(trained)
+        self._spec, self._state = spec, self._new_state(trained)
 
     def unload(self) -> None:
         """Drop the trained weights."""
@@ -202,40 +210,42 @@ class JaxTrainer:
     def forward_backward(self, request: ForwardBackward) -> LossOutputs:
         """Compute log-probs and loss, and add the gradient; see `Trainer.forward_backward`."""
         self._require_model()
-        settings = read_settings(request)
-        for index, datum in enumerate(request.data):
-            check_datum(datum, index, request, self.vocab_size)
-            if len(datum.tokens) > self.max_context:
-                raise RequestError(
-                    f"datum {index} has {len(datum.tokens)} tokens; the server takes at most {self.max_context} "
-                    "(--max_context)"
-                )
+        self._check(request.data)
         # Training needs the memory of its weights and cache, which further samples use again.
         self._sampler.reset()
-        scored: list[tuple[Piece, jax.Array, jax.Array]] = []
-        for piece in self._pieces(request.data, request.loss_fn):
-            state = cast(TrainState, self._state)
-            base = self._base_of(state.trained)
-            if request.forward_only:
-                logprobs, loss = self._programs.score(state.trained, base, piece.batch, settings)
-            else:
-                # Its sum is donated, so the old state must not be used if the program fails.
-                self._state = None
-                self._state, logprobs, loss = self._programs.add_gradient(state, base, piece.batch, settings)
-            scored.append((piece, logprobs, loss))
-        of_data = self._unpack(request.data, [(piece, logprobs) for piece, logprobs, _ in scored])
-        return LossOutputs(of_data, {"loss:sum": float(sum(float(loss) for *_, loss in scored))})
+        loss = TargetLoss(read_settings(request), self._kernel, self._block_size)
+        results, losses = [np.zeros(0, np.float32)] * len(request.data), []
+        for indices, packed in self._pack(request.data, request.loss_fn):
+            logprobs = []
+            for batch in packed.microbatches:
+                state = cast(AccumulatedState, self._state)
+                learner = self._learner_of(state.state.model)
+                if request.forward_only:
+                    self._count("scoring", state.state.model, batch)
+                    value, report = learner.forward(state.state.model, batch, loss)
+                else:
+                    self._count("training", state.state.model, batch)
+                    # Its sum is donated, so the old state must not be used if the program fails.
+                    self._state = None
+                    self._state, value, report = learner.forward_backward(state, batch, loss)
+                logprobs.append(report[0])
+                losses.append(value)
+            for index, found in zip(indices, packed.unpack([*map(np.asarray, logprobs)]), strict=True):
+                targets = request.data[index].inputs[TARGETS]
+                results[index] = np.ascontiguousarray(found[:, : targets[0].size].reshape(targets.shape))
+        return LossOutputs(results, {"loss:sum": float(sum(map(float, losses)))})
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        """Apply the sum of the gradients; see `adam_step`.
+        """Apply the sum of the gradients; see `Learner.step`.
 
         Raises:
             RequestError: if a setting is out of range, or the new weights overflow: nothing changes; also if the sum
                 is not finite, which drops it.
         """
         state, params = self._require_model(), params.in_float32()
+        rate, beta1, beta2, *rest = map(float, params)
         self._state = None
-        self._state, metrics = self._programs.step(state, params)
+        self._state, metrics = self._learner_of(state.state.model).step(state, rate, (beta1, beta2), *rest)
         norm = float(metrics["grad_norm"])
         if not math.isfinite(norm):
             raise RequestError(
@@ -250,44 +260,75 @@ class JaxTrainer:
             )
         return {"grad_norm": norm}
 
-    def _require_model(self) -> TrainState:
+    def _require_model(self) -> AccumulatedState:
         if self._state is None:
             raise RequestError("no model is trained; call create_model first")
         return self._state
 
-    def _base_of(self, trained: Any) -> LmHeadModel | None:
-        """Return the base that trained weights need: None for a whole model."""
-        return self._base if trained is None or isinstance(trained, Adapter) else None
+    def _new_state(self, trained: Any) -> AccumulatedState:
+        learner = self._learner_of(trained)
+        return learner.accumulated(learner.initial_state(trained, jax.random.PRNGKey(0)))
 
-    def _pieces(self, data: Sequence[Datum], loss_fn: str) -> list[Piece]:
-        """Put data into microbatches, those with equal numbers of targets together."""
-        of_width: dict[int, list[int]] = {}
+    def _learner_of(self, trained: Any) -> Learner:
+        """Return the learner of whole models, or of adapters of the base."""
+        return self._adapter_learner if isinstance(trained, Adapter) else self._learner
+
+    def _check(self, data: Sequence[Datum]) -> None:
+        """Check data, whose form `forward_backward_of` has checked, against the sizes of the model."""
+        for index, datum in enumerate(data):
+            if len(datum.tokens) > self.max_context:
+                raise RequestError(
+                    f"datum {index} has {len(datum.tokens)} tokens; the server takes at most {self.max_context} "
+                    "(--max_context)"
+                )
+            for name, tokens in (("model_input", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
+                if tokens.max() >= self.vocab_size:
+                    raise RequestError(
+                        f"datum {index}: {name} has token {tokens.max()}; the model's vocabulary has {self.vocab_size} "
+                        "tokens"
+                    )
+
+    def _pack(self, data: Sequence[Datum], loss_fn: str) -> Iterator[tuple[list[int], PackedTargets]]:
+        """Put data into microbatches, those with equal numbers of targets together; yield their indices, too."""
+        loss, of_width = LOSSES[loss_fn], dict[int, list[int]]()
         for index, datum in enumerate(data):
             of_width.setdefault(datum.inputs[TARGETS][0].size, []).append(index)
-        pieces = []
-        for indices in of_width.values():
-            for placed in self._rows.place(data, indices, loss_fn):
-                pieces += pack_data(data, loss_fn, placed, self._tokenizer.pad_token_id)
-        return pieces
+        names = {TARGETS: "targets", loss.factor: "advantages", "logprobs": "policy_logprobs"}
+        for members in of_width.values():
+            prompts = find_prompts([_without_loss(data[index], loss_fn) for index in members])
+            lengths = [len(data[index].tokens) for index in members]
+            for placed in self._rows.of_call(lengths, prompts, self.max_context):
+                indices = [members[index] for index in placed.indices]
+                values = {
+                    name: [_matrix(data[index], given) for index in indices]
+                    for given, name in names.items()
+                    if any(given in data[index].inputs for index in indices)
+                }
+                tokens = [data[index].tokens for index in indices]
+                yield indices, pack_targets(tokens, values, placed.layout, placed.slots, self._tokenizer.pad_token_id)
 
-    @staticmethod
-    def _unpack(data: Sequence[Datum], scored: Sequence[tuple[Piece, jax.Array]]) -> list[np.ndarray]:
-        """Return the log-probs of the targets of each datum."""
-        results = [np.zeros(0, np.float32)] * len(data)
-        for piece, logprobs in scored:
-            values = np.asarray(logprobs)
-            for index, row, at in piece.places:
-                targets = data[index].inputs[TARGETS]
-                found = values[row, at, : targets[0].size]
-                results[index] = np.ascontiguousarray(found.reshape(targets.shape))
-        return results
+    def _count(self, purpose: str, trained: Any, batch: TargetExample) -> None:
+        """Count the programs, and report one that is compiled."""
+        kind = "all weights"
+        if isinstance(trained, Adapter):
+            kind = f"an adapter of rank {next(iter(trained.layers.values())).a.axis_size(RANK)}"
+        elif trained is self._base:
+            kind = "the base"
+        sizes = (batch.targets.axis_size(name) for name in ("batch", "position", "target"))
+        key = purpose, kind, *sizes, batch.group or "no shared prompts"
+        if key not in self._compiled:
+            number = len(self._compiled) + 1
+            logger.info("compiling program %d: %s %s, %d rows of %d positions with %d targets, %s", number, *key)
+            self._compiled.add(key)
 
     # Folders.
 
     def save(self, folder: Path) -> None:
         """Write the state; see `Trainer.save`."""
         state = self._require_model()
-        if not math.isfinite(norm := self._programs.gradient_norm(state)):
+        with self._trainer.use_device_mesh():
+            norm = float(optax.tree.norm(state.gradient))
+        if not math.isfinite(norm):
             raise RequestError(
                 f"the sum of the gradients has the norm {norm}, and cannot be saved; call optim_step, which drops it, "
                 "or load a checkpoint"
@@ -296,11 +337,11 @@ class JaxTrainer:
 
     def save_sampler(self, folder: Path) -> None:
         """Write the trained weights; see `Trainer.save_sampler`."""
-        trained = self._require_model().trained
+        state = self._require_model().state
         # The folder may be renamed, and another one may have its name later.
         id = secrets.token_hex(16)
-        self._write(folder, _SamplerWeights(trained), id)
-        self._keep(id, trained)
+        self._write(folder, AccumulatedState(dataclasses.replace(cast(Any, state), opt_state=None), None), id)
+        self._keep(id, state.model)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Read a state; see `Trainer.load`."""
@@ -311,17 +352,20 @@ class JaxTrainer:
         shape = self._policy_spec(spec).trained_policy
         try:
             if optimizer:
-                state = eqx.filter_eval_shape(new_state, shape)
-                loaded = checkpoint.restore(state, self._trainer)
+                learner = self._learner_of(shape)
+                of_state = learner.state_shape(shape)
+                loaded = checkpoint.restore(
+                    AccumulatedState(of_state, eqx.filter_eval_shape(zero_gradient, of_state.model)), self._trainer
+                )
             else:
-                loaded = self._programs.new_state(checkpoint.restore(shape, self._trainer, "trained"))
+                loaded = self._new_state(checkpoint.restore(shape, self._trainer, MODEL))
         except CheckpointError as error:
             raise RequestError(f"{folder.name} cannot be loaded into this model: {error}") from error
         self._state = loaded
 
     def _write(self, folder: Path, tree: Any, id: str) -> None:
         spec = dataclasses.asdict(cast(ModelSpec, self._spec))
-        progress = {"id": id, "spec": spec, "base": self.base_fingerprint}
+        progress = {"id": id, "spec": spec, "base": self.base_fingerprint, "format": FORMAT}
         try:
             Checkpoints(folder, CheckpointConfig()).save_now(tree, 0, progress)
         except CheckpointError as error:
@@ -335,6 +379,11 @@ class JaxTrainer:
             checkpoint = Checkpoints(folder, CheckpointConfig()).open(0)
         except CheckpointError as error:
             raise RequestError(str(error)) from error
+        if checkpoint.progress.get("format") != FORMAT:
+            raise RequestError(
+                f"{folder.name} was saved by another version of marin_rl, in a form that this one does not read; use "
+                "that version, or train it again"
+            )
         if checkpoint.progress["base"] != self.base_fingerprint:
             raise RequestError(f"{folder.name} was trained on another base model than {self._model}")
         return checkpoint
@@ -355,7 +404,7 @@ class JaxTrainer:
         if id not in self._loaded:
             shape = self._policy_spec(ModelSpec(**checkpoint.progress["spec"])).trained_policy
             try:
-                trained = checkpoint.restore(shape, self._trainer, "trained")
+                trained = checkpoint.restore(shape, self._trainer, MODEL)
             except CheckpointError as error:
                 raise RequestError(f"the weights {folder.name!r} cannot be read: {error}") from error
             self._keep(id, trained)
@@ -369,8 +418,7 @@ class JaxTrainer:
         id, trained = self._weights(folder)
         if self._sampled != id:
             self._version += 1
-            model = self._base if trained is None else self._programs.merge(trained, self._base_of(trained))
-            self._sampler.update_weights(model, self._version)
+            self._sampler.update_weights(self._base if trained is None else self._merge(trained), self._version)
             self._sampled = id
         replies = Replies(self._sampler, self._tokenizer, source, self.max_context)
         try:
@@ -397,15 +445,36 @@ class JaxTrainer:
             return False
         return True
 
-    def _score_prompts(self, trained: Any, prompts: Sequence[tuple[int, ...]]) -> Any:
+    def _merge(self, trained: Any) -> LmHeadModel:
+        """Return the whole model of trained weights in compute precision."""
+        cast_to_compute = self._trainer.mp.cast_to_compute
+        with self._trainer.use_device_mesh(), hax.axis_mapping(self._trainer.parameter_axis_mapping):
+            if not isinstance(trained, Adapter):
+                return cast_to_compute(trained)
+            whole = assemble(cast_to_compute(trained), self._base)
+            return eqx.filter_jit(lambda model: cast_to_compute(merge_adapter(model)))(whole)
+
+    def _evaluate(self, trained: Any, purpose: str, prompts: Sequence[Sequence[int]], loss: Loss) -> list[Any]:
+        """Return the arrays that a loss reports of each prompt, under trained weights or, for None, the base."""
+        weights = self._base if trained is None else trained
+        reported: list[Any] = [None] * len(prompts)
+        for indices, packed in self._pack([_prompt_datum(prompt) for prompt in prompts], "cross_entropy"):
+            found = []
+            for batch in packed.microbatches:
+                self._count(purpose, weights, batch)
+                _, report = self._learner_of(weights).forward(weights, batch, loss)
+                found.append(map(np.asarray, report))
+            parts = [packed.unpack(arrays) for arrays in zip(*found, strict=True)]
+            for place, index in enumerate(indices):
+                reported[index] = [part[place] for part in parts]
+        return reported
+
+    def _score_prompts(self, trained: Any, prompts: Sequence[tuple[int, ...]]) -> Iterator[np.ndarray]:
         """Yield the log-probs of the tokens of each prompt, NaN for the first."""
-        data = [_prompt_datum(prompt) for prompt in prompts]
         settings = read_settings(ForwardBackward("", 0, (), "cross_entropy", {}, True))
-        base = self._base_of(trained)
-        pieces = self._pieces(data, "cross_entropy")
-        scored = [(piece, self._programs.score(trained, base, piece.batch, settings)[0]) for piece in pieces]
-        for logprobs in self._unpack(data, scored):
-            yield np.append(np.float32(np.nan), logprobs[:-1])
+        loss = TargetLoss(settings, self._kernel, self._block_size)
+        for (logprobs,) in self._evaluate(trained, "scoring", prompts, loss):
+            yield np.append(np.float32(np.nan), logprobs[:-1, 0])
 
     def _top_of_prompts(self, trained: Any, jobs: Sequence[SampleJob]) -> dict[str, TopK]:
         """Return the likeliest tokens at every position of the prompts of requests that ask for them, by their keys."""
@@ -417,13 +486,36 @@ class JaxTrainer:
                 of_count.setdefault(count, []).append(job)
         found: dict[str, TopK] = {}
         for count, own in of_count.items():
-            for piece in self._pieces([_prompt_datum(job.params.prompt) for job in own], "cross_entropy"):
-                top = self._programs.top(trained, self._base_of(trained), piece.batch, count)
-                ids, logprobs = map(np.asarray, top)
-                for index, row, at in piece.places:
-                    where = row, at[:-1], slice(own[index].params.topk_prompt_logprobs)
-                    found[own[index].key] = _after_first(ids[where]), _after_first(logprobs[where])
+            top = TopTokens(count, self._kernel, self._block_size)
+            prompts = [job.params.prompt for job in own]
+            for job, values in zip(
+                own, self._evaluate(trained, f"the {count} likeliest tokens of", prompts, top), strict=True
+            ):
+                ids, logprobs = (_after_first(each[:-1, : job.params.topk_prompt_logprobs]) for each in values)
+                found[job.key] = ids, logprobs
         return found
+
+
+def _matrix(datum: Datum, name: str) -> np.ndarray:
+    """Return an input as `[length, target]`; zeros for weights that are absent from a datum that is only scored."""
+    found = datum.inputs.get(name)
+    return (np.zeros_like(datum.inputs[TARGETS]) if found is None else found).reshape(len(datum.tokens), -1)
+
+
+def _without_loss(datum: Datum, loss_fn: str) -> Int64[np.ndarray, "start values"]:
+    """Return token and targets of each position before the first one with a term in the loss.
+
+    So what data share adds nothing to the loss, and its log-probs are those of each of the data.
+    """
+    loss, length = LOSSES[loss_fn], len(datum.tokens)
+    if "beta" in loss.settings:
+        # A penalty, which positions without advantage have, too.
+        length = 0
+    elif loss.factor in datum.inputs:
+        with_loss = datum.inputs[loss.factor].reshape(length, -1).any(axis=1)
+        length = int(np.argmax(np.append(with_loss, True)))
+    targets = datum.inputs[TARGETS].reshape(len(datum.tokens), -1)
+    return np.column_stack([datum.tokens, targets])[:length].astype(np.int64)
 
 
 def _prompt_datum(prompt: Sequence[int]) -> Datum:

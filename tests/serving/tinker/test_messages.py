@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +85,22 @@ def _set(message: object, name: str, **values: object) -> None:
             setattr(tensor, key, value)
 
 
+def with_loss(message: Any, loss: str) -> Any:
+    """Change the loss of a message, with its inputs; return its settings."""
+    inputs = message.data[0].loss_fn_inputs
+    for name in ("advantages", "logprobs"):
+        inputs[name].CopyFrom(inputs["weights"])
+    del inputs["weights"]
+    message.loss_fn = loss
+    return message.loss_fn_config
+
+
+def test_losses_with_ratios_are_read() -> None:
+    message = message_of()
+    with_loss(message, "dro").update({"beta": 0.5})
+    assert read_forward_backward(message.SerializeToString()).config == {"beta": 0.5}
+
+
 WRONG = {
     "loss": lambda m: setattr(m, "loss_fn", "gspo"),
     "no data": lambda m: m.ClearField("data"),
@@ -104,6 +121,13 @@ WRONG = {
     "negative shape": lambda m: _set(m, "weights", shape=[-1, -3]),
     "rank": lambda m: _set(m, "weights", shape=[3, 1, 1]),
     "k differs": lambda m: _set(m, "weights", dense=b"\0" * 24, shape=[3, 2]),
+    "many targets": lambda m: (
+        _set(m, "target_tokens", dense=b"\0" * 3 * 129 * 8, shape=[3, 129]),
+        _set(m, "weights", dense=b"\0" * 3 * 129 * 4, shape=[3, 129]),
+    ),
+    "setting beyond float32": lambda m: with_loss(m, "ppo").update({"clip_high_threshold": 1e300}),
+    "infinite setting": lambda m: with_loss(m, "dro").update({"beta": np.inf}),
+    "no beta": lambda m: with_loss(m, "dro"),
     "not finite": lambda m: _set(m, "weights", dense=np.array([0, np.nan, 1], "<f4").tobytes()),
 }
 

@@ -21,8 +21,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.mistral import MistralConfig
 from levanter.models.olmo import Olmo2Config
 
-from marin_rl.batching.packing import GroupRow
-from marin_rl.learner.attention_kernel import (
+from marin_rl.batching.attention_kernel import (
     PLATFORMS,
     SPLASH_BLOCK,
     AttentionKernel,
@@ -30,6 +29,7 @@ from marin_rl.learner.attention_kernel import (
     attention_kernel,
     splash_block,
 )
+from marin_rl.batching.packing import GroupRow
 
 FLASH, SPLASH = AttentionBackend.JAX_FLASH, AttentionBackend.SPLASH
 VANILLA, NVTE, PALLAS = AttentionBackend.VANILLA, AttentionBackend.NVTE, GpuBackend.PALLAS

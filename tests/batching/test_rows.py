@@ -1,35 +1,48 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of the Tinker trainer: what data share, and how many shapes there are."""
+"""Rows of calls with any data: what data share, and how many shapes there are."""
 
 import collections
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig
 
-from marin_rl.learner.attention_kernel import AttentionKernel
-from marin_rl.serving.tinker.records import Datum
-from marin_rl.serving.tinker.rows import Placed, Rows, find_prompts
-from marin_rl.serving.tinker.token_batch import pack_data
+from marin_rl.batching.attention_kernel import AttentionKernel
+from marin_rl.batching.rows import Placed, Rows, find_prompts
+from marin_rl.batching.target_example import pack_targets
 
 PAD = 9
 
 
-def make_rows(tokens: int = 768, longest: int = 512) -> Rows:
+class Datum(NamedTuple):
+    """A sequence with the next tokens as targets."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+    def start(self) -> np.ndarray:
+        """Return tokens and targets before the first weight."""
+        length = int(np.argmax(np.append(self.weights != 0, True)))
+        return np.column_stack([self.tokens, self.targets])[:length].astype(np.int64)
+
+
+def place(data: list[Datum], longest: int = 512) -> list[Placed]:
     kernel = AttentionKernel(AttentionBackend.JAX_FLASH)
-    return Rows(
-        kernel, LlamaConfig(hidden_dim=576, num_heads=9, num_kv_heads=3), longest=longest, tokens=tokens, shards=1
-    )
+    model = LlamaConfig(hidden_dim=576, num_heads=9, num_kv_heads=3)
+    prompts = find_prompts([datum.start() for datum in data])
+    return Rows(kernel, model, "cpu", 1).of_call([len(datum.tokens) for datum in data], prompts, longest)
 
 
 def make_datum(tokens: np.ndarray, prompt: int, factor: float = 1.0) -> Datum:
     """Return a datum with a factor at the positions that predict what follows its prompt."""
     factors = np.where(np.arange(len(tokens)) < prompt - 1, 0, factor).astype(np.float32)
-    return Datum(tokens.astype(np.int32), {"target_tokens": np.append(tokens[1:], 0), "weights": factors})
+    return Datum(tokens.astype(np.int32), np.append(tokens[1:], 0), factors)
 
 
 def random_groups(
@@ -48,22 +61,28 @@ def random_groups(
 
 def unpacked(placed: Placed, data: list[Datum]) -> None:
     """Check that the microbatches have every datum once, with nothing of another in its places."""
-    taken: dict[tuple[int, int, int], set[tuple[int, ...]]] = {}
-    seen = []
-    for number, piece in enumerate(pack_data(data, "cross_entropy", placed, PAD)):
-        batch = piece.batch
-        for index, row, at in piece.places:
-            seen.append(index)
-            datum = data[index]
-            np.testing.assert_array_equal(batch.input_ids.array[row, at], datum.tokens)
-            np.testing.assert_array_equal(batch.targets.array[row, at, 0], datum.inputs["target_tokens"])
-            np.testing.assert_array_equal(batch.factors.array[row, at, 0], datum.inputs["weights"])
-            np.testing.assert_array_equal(batch.position_ids.array[row, at], np.arange(len(at)))
-            for place, position in enumerate(at.tolist()):
-                taken.setdefault((number, row, position), set()).add((place, *datum.tokens[: place + 1].tolist()))
-        held = {place for place in taken if place[0] == number}
-        np.testing.assert_array_equal(np.count_nonzero(batch.scored.array), len(held))
-    assert sorted(seen) == sorted(placed.indices)
+    own = [data[index] for index in placed.indices]
+    values = {"targets": [one.targets[:, None] for one in own], "advantages": [one.weights[:, None] for one in own]}
+    packed = pack_targets([one.tokens for one in own], values, placed.layout, placed.slots, PAD)
+    taken: dict[int, set[tuple[int, ...]]] = {}
+    shape = len(packed.microbatches), placed.layout.rows_per_microbatch, placed.layout.tokens_per_row
+    for name, wanted in (
+        ("input_ids", [one.tokens for one in own]),
+        ("targets", values["targets"]),
+        ("advantages", values["advantages"]),
+        ("position_ids", [np.arange(len(one.tokens)) for one in own]),
+    ):
+        arrays = [getattr(batch, name).array for batch in packed.microbatches]
+        assert np.shape(arrays)[:3] == shape
+        for found, expected in zip(packed.unpack(arrays), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    for datum, at in zip(own, np.split(packed.places, np.cumsum(packed.lengths)[:-1]), strict=True):
+        for place, position in enumerate(at.tolist()):
+            taken.setdefault(position, set()).add((place, *datum.tokens[: place + 1].tolist()))
+    held = np.stack([batch.loss_mask.array for batch in packed.microbatches]).reshape(-1)
+    assert set(np.flatnonzero(held).tolist()) == taken.keys()
+    ids = np.stack([batch.input_ids.array for batch in packed.microbatches]).reshape(-1)
+    assert (ids[~held] == PAD).all()
     # A position is shared by data with the same tokens up to it.
     assert all(len(beginnings) == 1 for beginnings in taken.values())
 
@@ -72,7 +91,7 @@ def unpacked(placed: Placed, data: list[Datum]) -> None:
 def test_samples_share_their_prompts_in_fewer_positions(common: int):
     for seed in range(5):
         data = random_groups(np.random.default_rng(seed), 8, 4, 60, 6, common)
-        placed = make_rows().place(data, range(len(data)), "cross_entropy")
+        placed = place(data)
         assert sorted(index for part in placed for index in part.indices) == [*range(len(data))]
         for part in placed:
             unpacked(part, data)
@@ -93,11 +112,11 @@ def test_shared_beginnings_have_no_loss_and_save_most_positions():
         ]
         starts = []
         for datum in data:
-            pairs = zip(datum.tokens.tolist(), datum.inputs["target_tokens"].tolist(), strict=True)
-            free = itertools.takewhile(lambda pair: not pair[1], zip(pairs, datum.inputs["weights"], strict=True))
+            pairs = zip(datum.tokens.tolist(), datum.targets.tolist(), strict=True)
+            free = itertools.takewhile(lambda pair: not pair[1], zip(pairs, datum.weights, strict=True))
             starts.append([pair for pair, _ in free])
         saved, of_prompt = 0, collections.defaultdict(list)
-        for start, prompt in zip(starts, find_prompts(data, "cross_entropy"), strict=True):
+        for start, prompt in zip(starts, find_prompts([datum.start() for datum in data]), strict=True):
             of_prompt[prompt].append(start[: prompt.length])
         for prompt, shared in of_prompt.items():
             if prompt.length:
@@ -105,7 +124,6 @@ def test_shared_beginnings_have_no_loss_and_save_most_positions():
                 assert all(start == shared[0] and len(start) == prompt.length for start in shared)
                 saved += prompt.length * (len(shared) - 1)
         assert saved == most_saved(sorted(starts))
-        assert not any(prompt.length for prompt in find_prompts(data, "dro"))
 
 
 def most_saved(starts: list[list[object]]) -> int:
@@ -127,7 +145,7 @@ def test_calls_of_a_loop_have_few_shapes():
     rng, shapes = np.random.default_rng(0), set()
     for _ in range(100):
         data = random_groups(rng, int(rng.integers(1, 17)), 4, 60, 6)
-        for part in make_rows().place(data, range(len(data)), "cross_entropy"):
+        for part in place(data):
             shapes.add((part.layout.row_length, part.layout.rows_per_microbatch, part.layout.group))
     assert len(shapes) <= 25, shapes
 
@@ -135,7 +153,7 @@ def test_calls_of_a_loop_have_few_shapes():
 def test_a_long_datum_does_not_prevent_others_from_sharing():
     rng = np.random.default_rng(0)
     data = [*random_groups(rng, 8, 4, 60, 6), make_datum(rng.integers(0, 8, 500), 20)]
-    placed = make_rows().place(data, range(len(data)), "cross_entropy")
+    placed = place(data)
     assert [part.layout.group is None for part in placed] == [False, True]
     for part in placed:
         unpacked(part, data)
