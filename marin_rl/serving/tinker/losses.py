@@ -18,7 +18,7 @@ With `l = log π(target)`, `q` the old log-prob, `A` the advantage, and `r = exp
 Source: the documentation of the Tinker SDK, "Loss functions".
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -105,7 +105,7 @@ class TopTokens(eqx.Module):
 
 def whole_model(trained: Any, batch: TargetExample, frozen: Frozen | None, kernel: AttentionKernel) -> LmHeadModel:
     """Return the model of trained weights, with the attention kernel of the rows."""
-    base = trained if frozen is None else frozen.base
+    base = cast(Any, trained if frozen is None else frozen.base)
     # Parameters of an adapter have no attention kernel.
     model = with_config(base, kernel.configure(base.config, batch.input_ids.axis_size("position")))
     return model if frozen is None else assemble(trained, model)
