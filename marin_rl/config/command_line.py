@@ -65,12 +65,12 @@ TRAIN_FLAGS = {
 
 
 def run_command(
-    command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, interrupted: str = "interrupted"
+    command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, interrupted: str = "interrupted"
 ) -> int:
     """Run a command, and print its errors as one line; see [`output`][marin_rl.utils.output] for its own output.
 
     Args:
-        command: returns the exit status for the given arguments.
+        command: returns the exit status for the given arguments; None is 0.
         argv: arguments without the program's name; None for the arguments of the process.
         interrupted: message after an interrupt.
 
@@ -84,7 +84,7 @@ def run_command(
     with guarded_output(), warnings_to_stderr():
         try:
             require_threads(MIN_THREADS)
-            return command(sys.argv[1:] if argv is None else argv)
+            return command(sys.argv[1:] if argv is None else argv) or 0
         except KeyboardInterrupt:
             print(interrupted, file=sys.stderr)
             return 130
