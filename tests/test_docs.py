@@ -35,11 +35,11 @@ from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.pods.chips import parse_topology
 from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.launch import ACTIONS
 from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.grading import GraderConfig
-from marin_rl.launch import ACTIONS
 from marin_rl.serving.options import ChatConfig, ServeConfig, TinkerConfig
 from marin_rl.sessions.replay import parse_shape
 from marin_rl.utils.settings.decode import decode
