@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, positive, run_command
+from marin_rl.config.command_line import run_command
 from marin_rl.pods.planning import print_plan
+from marin_rl.utils.settings.option_parser import CommandParser, positive
 
 FITS, DOES_NOT_FIT = 0, 2
 """Exit statuses of a plan."""

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, run_command
+from marin_rl.config.command_line import run_command
 from marin_rl.runs.run_directory import check_output
 from marin_rl.sessions.job import JOB, attempt
 from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.settings.option_parser import CommandParser
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import storage_path, write_bytes
