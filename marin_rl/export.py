@@ -38,24 +38,18 @@ class ExportRunConfig:
         check_paths(self)
 
 
-def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool = False) -> int:
-    """Export a checkpoint, on any machine.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, by default with the arguments of the process.
 
-    Args:
-        config: run, checkpoint and output.
-        adapter: whether to write the adapter alone, in the format of PEFT; otherwise a whole model is written.
-        merged: whether the run must have an adapter, which is merged into the whole model.
-
-    Returns:
-        The step of the checkpoint.
-
-    Raises:
-        RunDirectoryError: if the run does not exist, or the output cannot be written.
-        OutputExistsError: if the output exists, or is a path that runs write.
-        UserError: if both are asked for, or one of them and the run has no adapter.
-        CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
+    Exit status: 0, 1 after an error, or 130 after an interrupt.
     """
-    if adapter and merged:
+    return run_command(_run, argv)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parsed = parse_config(ExportRunConfig, arguments, FLAGS)
+    config, flags = parsed.config, parsed.flags
+    if {"adapter", "merged"} <= flags:
         raise UserError(
             "--adapter and --merged exclude each other: write the adapter alone or the whole model; give one"
         )
@@ -63,33 +57,15 @@ def run_export(config: ExportRunConfig, *, adapter: bool = False, merged: bool =
     check_output(output, "output")
     open_with_checkpoint(config.run, config.step)
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.sessions.run_export import export_run
-
-    return export_run(config.run, output, step=config.step, export=config.export, adapter=adapter, merged=merged)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments without the program name; None for `sys.argv`.
-
-    Returns:
-        Exit status: 0, 1 after an error, or 130 after an interrupt.
-    """
-    return run_command(_run, argv)
-
-
-def _run(arguments: Sequence[str]) -> int:
-    parsed = parse_config(ExportRunConfig, arguments, FLAGS)
-    config = parsed.config
     import jax
+
+    from marin_rl.sessions.run_export import export_run
 
     # Also on a machine whose accelerators are in use.
     jax.config.update("jax_platforms", "cpu")
-    step = run_export(config, adapter="adapter" in parsed.flags, merged="merged" in parsed.flags)
+    adapter, merged = "adapter" in flags, "merged" in flags
+    step = export_run(config.run, output, step=config.step, export=config.export, adapter=adapter, merged=merged)
     print(f"step {step} of {escape_line(config.run)} is exported to {escape_line(config.output)}")
-    return 0
 
 
 if __name__ == "__main__":

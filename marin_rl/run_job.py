@@ -7,32 +7,17 @@ import dataclasses
 import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from marin_rl.config.command_line import CommandParser, run_command
+from marin_rl.config.command_line import run_command
 from marin_rl.runs.run_directory import check_output
-from marin_rl.sessions.job import JOB, Job, JobResult, read_job, run_job, unfinished
-from marin_rl.utils.errors import USER_ERRORS, explain
-from marin_rl.utils.output import escape, go_on_without_output
+from marin_rl.sessions.job import JOB, attempt
+from marin_rl.utils.output import go_on_without_output
+from marin_rl.utils.settings.option_parser import CommandParser
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import storage_path, write_bytes
-
-
-def attempt(job_file: Path) -> JobResult:
-    """Run a job; errors and signals become its result."""
-    job: Job | None = None
-    try:
-        job = read_job(job_file)
-        return run_job(job, sys.stdout)
-    except KeyboardInterrupt:
-        return unfinished(job, "interrupted")
-    except (Exception, SystemExit) as error:
-        text = explain(error, str(error)) if isinstance(error, USER_ERRORS) else traceback.format_exc()
-        print(f"error: {escape(text)}", file=sys.stderr)
-        return unfinished(job, "failed", error)
 
 
 def argument_parser() -> CommandParser:
@@ -48,13 +33,9 @@ def argument_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, by default with the arguments of the process.
 
-    Args:
-        argv: arguments without the program name; None for `sys.argv`.
-
-    Returns:
-        Exit status: 0 if the job succeeded, 75 (`EX_TEMPFAIL`) if another attempt may succeed, 1 if not.
+    Exit status: 0 if the job succeeded, 75 (`EX_TEMPFAIL`) if another attempt may succeed, 1 if not.
     """
     return run_command(_run, argv)
 

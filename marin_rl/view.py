@@ -7,43 +7,17 @@ With several runs, compare them: a table of their metrics, or a page with curves
 side.
 """
 
-import argparse
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from rich.console import Console
-from rich.text import Text
-
-from marin_rl.config.command_line import CommandParser, positive, run_command
-from marin_rl.runs.rollout_store import EVALUATION, list_files
+from marin_rl.config.command_line import run_command
+from marin_rl.runs.rollout_store import list_files
 from marin_rl.runs.run_directory import RunDirectory, read_config_text
-from marin_rl.runs.run_groups import group_runs
-from marin_rl.runs.viewer.comparison import comparison_data, print_overview
-from marin_rl.runs.viewer.html_page import page_data, write_page
-from marin_rl.runs.viewer.selection import (
-    Listing,
-    Selection,
-    StoredRollouts,
-    find_rollout,
-    list_rollouts,
-    newest_step,
-    open_rollouts,
-    parse_steps,
-)
-from marin_rl.runs.viewer.terminal import print_listing, print_rollout
-from marin_rl.types import RolloutStatus
+from marin_rl.runs.viewer.command import argument_parser, compare, show
+from marin_rl.runs.viewer.selection import open_rollouts
 from marin_rl.utils.errors import RunDirectoryError
-from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from marin_rl.utils.storage import storage_path
-
-PIPE_WIDTH = 160
-"""Characters per line if the output is not a terminal."""
-MAX_ROLLOUTS = 500
-"""Rollouts on a page without `--limit`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,13 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(_run, argv)
 
 
-def _run(argv: Sequence[str]) -> int:
-    arguments = (parser := _parser()).parse_args(argv)
+def _run(argv: Sequence[str]) -> None:
+    arguments = (parser := argument_parser()).parse_args(argv)
     if len(arguments.runs) > 1:
-        if arguments.id is not None:
-            parser.error("--id shows a rollout of one run; give one run")
-        _compare(arguments, parser)
-        return 0
+        compare(arguments, parser)
+        return
     [run] = arguments.runs
     source = open_rollouts(storage_path(run, "RUN"))
     if not source.is_file and not list_files(source.rollouts):
@@ -73,107 +45,7 @@ def _run(argv: Sequence[str]) -> int:
                 f"{run!r} is a run of marin_rl.{config.command}, which trains on data and stores no rollouts; see its "
                 "metrics.jsonl or curves.png"
             )
-    _show(arguments, source)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "python -m marin_rl.view",
-        usage="python -m marin_rl.view RUN [RUN...] [FILTERS] [--id ID | --html FILE] [--help]",
-        description="Show the rollouts of a run, or compare runs.",
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="run directory or file of rollouts, which is not modified; several run directories are compared: those "
-        "that differ only in the seed are one curve, and so are those given as NAME=DIR with the same name",
-    )
-    which = parser.add_argument_group("filters")
-    which.add_argument(
-        "--step",
-        metavar="N|A-B",
-        help="one step or a range: 12, 10-20, 10- or -20 (default: the newest step; in a single file, all)",
-    )
-    which.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
-    which.add_argument("--environment", help="name of the environment")
-    which.add_argument("--status", choices=[str(status) for status in RolloutStatus], help="final status")
-    which.add_argument("--min_reward", type=float, help="minimum total reward")
-    which.add_argument("--max_reward", type=float, help="maximum total reward")
-    how = parser.add_argument_group("output")
-    how.add_argument("--limit", type=positive, help="maximum rollouts, 50 in a list and 500 on a page")
-    how.add_argument("--id", help="show one rollout in full")
-    how.add_argument("--tokens", action="store_true", help="list every sampled token with its values")
-    how.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page instead")
-    return parser
-
-
-def _compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    selection = _selection(arguments, None if arguments.step is None else parse_steps(arguments.step))
-    if arguments.html is None and (selection != Selection() or arguments.limit):
-        parser.error("the table of several runs has no rollouts to filter; add --html FILE for a page with rollouts")
-    console, groups = _console(), group_runs(arguments.runs)
-    if arguments.html is None:
-        print_overview(console, groups)
-        return
-    _write_page(arguments.html, comparison_data(groups, selection, arguments.limit or MAX_ROLLOUTS), console)
-
-
-def _write_page(target: Path, data: Mapping[str, Any], console: Console) -> None:
-    write_page(data, target)
-    for line in (f"{target}: {len(data['rollouts'])} rollouts", *data["notes"]):
-        console.print(Text(escape_line(line)), soft_wrap=True)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, emoji=False)
-
-
-def _show(arguments: argparse.Namespace, source: StoredRollouts) -> None:
-    console = _console()
-    steps = None if arguments.step is None else parse_steps(arguments.step)
-    if arguments.html is not None:
-        data = page_data(source, _selection(arguments, steps), arguments.limit or MAX_ROLLOUTS)
-        _write_page(arguments.html, data, console)
-        return
-    if arguments.id is not None:
-        print_rollout(console, find_rollout(source, arguments.id, steps), tokens=arguments.tokens)
-        return
-    if steps is None and not source.is_file:
-        newest = newest_step(source, evaluation=arguments.evaluation)
-        if newest is None:
-            kind = "evaluation rollouts" if arguments.evaluation else "rollouts"
-            message = (
-                f"{source.path} has no stored {kind} yet: its first step has not finished, or rollout_store.every is 0 "
-                "in its config.yaml"
-            )
-            console.print(Text(escape_line(message)), soft_wrap=True)
-            return
-        steps = range(newest, newest + 1)
-    listing = list_rollouts(source, _selection(arguments, steps), limit=arguments.limit or 50)
-    print_listing(console, listing, _one_in_full(arguments, listing))
-
-
-def _one_in_full(arguments: argparse.Namespace, listing: Listing) -> str:
-    """Return the command that shows the first rollout of a list in full."""
-    if not listing.rows:
-        return ""
-    row = listing.rows[0]
-    # Evaluations repeat their ids.
-    step = f" --step {row['step']}" if row["purpose"] == EVALUATION else ""
-    return escape_line(f"python -m marin_rl.view {shlex.quote(arguments.runs[0])} --id {shlex.quote(row['id'])}{step}")
-
-
-def _selection(arguments: argparse.Namespace, steps: range | None) -> Selection:
-    return Selection(
-        steps,
-        arguments.evaluation,
-        arguments.environment,
-        None if arguments.status is None else RolloutStatus(arguments.status),
-        arguments.min_reward,
-        arguments.max_reward,
-    )
+    show(arguments, source)
 
 
 if __name__ == "__main__":

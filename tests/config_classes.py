@@ -10,7 +10,6 @@ from typing import Any
 import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from draccus.utils import is_choice_type
 
-from marin_rl.chat import ChatConfig
 from marin_rl.config.reference_config import InitialReferenceConfig, PolicyWeights
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.config.train_config import TrainConfig
@@ -21,8 +20,7 @@ from marin_rl.pods.config import SlicesConfig, TpuConfig
 from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.sampling.config import ReloadConfig
-from marin_rl.serve import ServeConfig
-from marin_rl.tinker import TinkerConfig
+from marin_rl.serving.options import ChatConfig, ServeConfig, TinkerConfig
 from marin_rl.utils.settings.section_types import field_types, is_section
 
 REQUIRED: dict[str, dict[str, Any]] = {

@@ -25,21 +25,22 @@ import pytest
 import yaml
 from draccus.utils import is_choice_type
 
-from marin_rl import chat, evaluate, export, plan, replay, run_job, serve, tinker, train
+from marin_rl import evaluate, export, plan, replay, run_job, train
 from marin_rl.config.command_line import TRAIN_FLAGS, merge, parse_config, read_arguments
 from marin_rl.config.commands import config_class, config_class_of
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
-from marin_rl.launch import ACTIONS
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.pods.chips import parse_topology
 from marin_rl.pods.config import TpuConfig
+from marin_rl.pods.launch import ACTIONS
 from marin_rl.pods.local import LocalConfig
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.grading import GraderConfig
+from marin_rl.serving.options import ChatConfig, ServeConfig, TinkerConfig
 from marin_rl.sessions.replay import parse_shape
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError, field_types, plain_type, section_of
@@ -237,13 +238,13 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
         assert parse_topology(arguments.topology).num_chips
         assert parse_config(config_class(collections.ChainMap(*read_arguments(rest, ()).layers())), rest).config.model
     elif module == "marin_rl.serve":
-        assert parse_config(serve.ServeConfig, argv).config.port
+        assert parse_config(ServeConfig, argv).config.port
     elif module == "marin_rl.run_job":
         assert run_job.argument_parser().parse_args(argv).result
     elif module == "marin_rl.chat":
-        assert parse_config(chat.ChatConfig, argv).config.run
+        assert parse_config(ChatConfig, argv).config.run
     elif module == "marin_rl.tinker":
-        assert parse_config(tinker.TinkerConfig, argv).config.port
+        assert parse_config(TinkerConfig, argv).config.port
     else:
         assert parse_config(evaluate.EvaluateConfig, argv, evaluate.FLAGS).config.run
 
@@ -274,7 +275,7 @@ TRAINING = re.compile(r"-m marin_rl\.(?:train|sft|dpo|launch)\b([^#`]*)")
 def made_by(line: str, page: str) -> set[str]:
     """The run directory that a line of a page makes, by a command without `--dry_run`, or names as one to make."""
     if "-m marin_rl.tinker" in line:
-        return {tinker.TinkerConfig.folder}
+        return {TinkerConfig.folder}
     if line.startswith("run_dir: "):
         return {line.split()[1]}
     command = TRAINING.search(line)

@@ -9,8 +9,9 @@ import levanter.trainer  # noqa: F401  before marin_rl: see tests/tiny_run.py
 import pytest
 from safetensors.numpy import load_file
 
-from marin_rl.export import ExportRunConfig, main, run_export
+from marin_rl.export import main
 from marin_rl.runs.run_directory import CheckpointError
+from marin_rl.sessions.run_export import export_run
 from tests.tiny_run import TinyRun, contents, copy_of
 
 Capture = pytest.CaptureFixture[str]
@@ -65,9 +66,10 @@ def test_bad_arguments(finished_run: TinyRun, tmp_path: Path, capfd: Capture, op
     assert (tmp_path / "link").is_symlink()
 
 
-def test_an_empty_folder_takes_the_export(finished_run: TinyRun, tmp_path: Path) -> None:
+def test_an_empty_folder_takes_the_export(finished_run: TinyRun, tmp_path: Path, capfd: Capture) -> None:
     (tmp_path / "hf").mkdir()
-    assert run_export(ExportRunConfig(str(finished_run.path), str(tmp_path / "hf"))) == 6
+    assert main(["--run", str(finished_run.path), "--output", str(tmp_path / "hf")]) == 0
+    assert capfd.readouterr().out.startswith("step 6 of ")
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
@@ -78,7 +80,7 @@ def test_a_damaged_checkpoint_is_skipped_or_named(finished_run: TinyRun, tmp_pat
     for file in state.iterdir():
         file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match=r"step-00000006 is damaged: state/.* differs from what was written"):
-        run_export(ExportRunConfig(str(run.path), str(tmp_path / "six"), step=6))
+        export_run(str(run.path), tmp_path / "six", step=6)
     assert not (tmp_path / "six").exists()
-    assert run_export(ExportRunConfig(str(run.path), str(tmp_path / "five"))) == 5
+    assert export_run(str(run.path), tmp_path / "five") == 5
     assert (tmp_path / "five" / "model.safetensors").exists()

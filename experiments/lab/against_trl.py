@@ -29,7 +29,7 @@ from experiments.lab.objectives import start
 from experiments.lab.results.runs import AGAINST_TRL, OURS, ROOT, Record, add, own_versions, read, scores
 from experiments.rloo_in_code import rloo
 from marin_rl.environments.base import Split
-from marin_rl.export import ExportRunConfig, run_export
+from marin_rl.sessions.run_export import export_run
 from marin_rl.sessions.session import run_session
 
 EVERY = 10
@@ -50,7 +50,7 @@ def prepare(seed: int, folder: Path) -> Path:
         return problem
     first = start(seed, folder)
     run_session(first, sys.stdout)
-    run_export(ExportRunConfig(first.run_dir, str(problem / "model")))
+    export_run(first.run_dir, problem / "model")
     config = rloo(seed)
     assert isinstance(config.optimizer, AdamConfig)
     environment = config.environment.build()

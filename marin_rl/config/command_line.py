@@ -11,7 +11,6 @@ Overrides on the command line have precedence over files, later files over earli
 the class.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -25,7 +24,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -38,6 +37,7 @@ from marin_rl.utils.settings.decode import decode, decode_rest
 from marin_rl.utils.settings.fields import flatten
 from marin_rl.utils.settings.help import all_keys, help_text, overview_text
 from marin_rl.utils.settings.imports import import_types
+from marin_rl.utils.settings.option_parser import HelpShown
 from marin_rl.utils.settings.section_types import (
     ConfigError,
     Written,
@@ -65,12 +65,12 @@ TRAIN_FLAGS = {
 
 
 def run_command(
-    command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, interrupted: str = "interrupted"
+    command: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, interrupted: str = "interrupted"
 ) -> int:
     """Run a command, and print its errors as one line; see [`output`][marin_rl.utils.output] for its own output.
 
     Args:
-        command: returns the exit status for the given arguments.
+        command: returns the exit status for the given arguments; None is 0.
         argv: arguments without the program's name; None for the arguments of the process.
         interrupted: message after an interrupt.
 
@@ -84,7 +84,7 @@ def run_command(
     with guarded_output(), warnings_to_stderr():
         try:
             require_threads(MIN_THREADS)
-            return command(sys.argv[1:] if argv is None else argv)
+            return command(sys.argv[1:] if argv is None else argv) or 0
         except KeyboardInterrupt:
             print(interrupted, file=sys.stderr)
             return 130
@@ -118,29 +118,6 @@ def _print_unhandled(unhandled: "threading.ExceptHookArgs | sys.UnraisableHookAr
 def _print_escaped(kind: type[BaseException], error: BaseException | None, trace: types.TracebackType | None) -> None:
     """Print a traceback, whose messages may quote replies of a policy, without control characters."""
     print(escape("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
-
-
-class HelpShown(SystemExit):
-    """A command has printed the text of `--help`."""
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Parser of a command with few options; raises ConfigError for wrong arguments instead of printing its usage."""
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the command after `--help`."""
-        raise HelpShown(status)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error, with the remedy."""
-        raise ConfigError(f"{message}; see --help")
-
-
-def positive(text: str) -> int:
-    """Parse the value of an option of a `CommandParser`: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,9 @@
 The policy sees the tokens that it would see in an episode whose environment sends the same messages.
 """
 
+import contextlib
 import dataclasses
+import io
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -210,6 +212,27 @@ class TerminalChat:
             _note("interrupted")
         elif reply.finish_reason == "length":
             _note("the context is full" if limit == room else f"the reply has reached {limit} tokens (--max_tokens)")
+
+
+def input_lines() -> Iterator[str]:
+    """Yield the lines of standard input; in a terminal with a prompt, and Ctrl-C discards a line."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        # Editing of the line, and former lines.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while True:
+        try:
+            yield input("> " if is_terminal else "")
+        except EOFError:
+            print(end="\n" if is_terminal else "")
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print("\n[Ctrl-D or /quit ends the chat]", file=sys.stderr, flush=True)
 
 
 def _note(text: str) -> None:

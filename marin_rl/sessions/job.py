@@ -11,6 +11,8 @@ import dataclasses
 import errno
 import json
 import os
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +24,8 @@ from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.runs.lock import RunInUseError
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, exported_step, list_steps
-from marin_rl.utils.errors import RunDirectoryError, UserError, writing
+from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, explain, writing
+from marin_rl.utils.output import escape
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.imports import import_types
@@ -105,6 +108,20 @@ class JobResult:
     def can_be_retried(self) -> bool:
         """Whether another attempt may succeed."""
         return self.state == "interrupted" or (self.failure is not None and self.failure.retry)
+
+
+def attempt(job_file: Path) -> JobResult:
+    """Run a job; errors and signals become its result."""
+    job: Job | None = None
+    try:
+        job = read_job(job_file)
+        return run_job(job, sys.stdout)
+    except KeyboardInterrupt:
+        return unfinished(job, "interrupted")
+    except (Exception, SystemExit) as error:
+        text = explain(error, str(error)) if isinstance(error, USER_ERRORS) else traceback.format_exc()
+        print(f"error: {escape(text)}", file=sys.stderr)
+        return unfinished(job, "failed", error)
 
 
 def read_job(file: Path) -> Job:

@@ -11,6 +11,7 @@ import functools
 import re
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.config.command_line import Arguments, parse_arguments
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
@@ -36,7 +38,8 @@ from marin_rl.runs.metrics_file import read_records
 from marin_rl.runs.rollout_store import TRAINING, RolloutStoreConfig, list_files, read_rollouts
 from marin_rl.runs.run_directory import RunDirectory, config_differences
 from marin_rl.runs.stored_rollout import COLUMNS, StoredGroups, TokenScores, groups_of_table
-from marin_rl.sessions.config_changes import read_config_of_step
+from marin_rl.sessions.config_changes import read_config_of_step, values_of_step
+from marin_rl.sessions.earlier_run import read_config, require_rl
 from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference, make_batch_builder
 from marin_rl.training.loop import (
     TrainedStep,
@@ -50,6 +53,7 @@ from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.devices.setup import device_peak_bytes
 from marin_rl.utils.errors import UserError
+from marin_rl.utils.output import escape_line
 from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.settings.fields import changeable_keys
 from marin_rl.utils.settings.imports import IMPORTS
@@ -78,6 +82,43 @@ class ReplayedStep(NamedTuple):
     """The same metrics in the run's `metrics.jsonl`; empty if it has no record of the step."""
     weight_difference: float | None
     """Largest difference of a weight after the step from the run's checkpoint; None if there is no such checkpoint."""
+
+    def describe(self, run: str, step: int) -> str:
+        """Return the result as lines of text; `run` is the path of the run."""
+        lines = [f"{escape_line(run)}, step {step}, from the checkpoint of step {self.start}"]
+        width = max(map(len, self.metrics))
+        lines.append(f"  {'':<{width}}  {'replayed':>14}  {'recorded':>14}")
+        for name, value in self.metrics.items():
+            recorded = self.recorded.get(name)
+            shown = "-" if recorded is None else format(recorded, ".7g")
+            lines.append(f"  {name:<{width}}  {value:>14.7g}  {shown:>14}")
+        after, of_step = "the weights after the step", f"checkpoint of step {step}"
+        if self.weight_difference is None:
+            lines.append(f"the run has no {of_step}, so the weights cannot be compared")
+        elif self.weight_difference == 0:
+            lines.append(f"{after} equal those of the {of_step}")
+        else:
+            lines.append(f"{after} differ from the {of_step} by at most {self.weight_difference:.3g}")
+        return "\n".join(lines)
+
+
+def config_to_replay(directory: RunDirectory, step: int | None, arguments: Arguments) -> TrainConfig:
+    """Return the config that a step of a run was trained with, changed by arguments.
+
+    Args:
+        directory: directory of the run.
+        step: the step; None for the newest one.
+        arguments: changes of the config.
+
+    Raises:
+        RunDirectoryError: if RL did not train the run.
+        ConfigError: if its config is invalid, which the message then names, or an argument.
+    """
+    require_rl(read_config(directory), str(directory.path), "no step of it can be replayed")
+    values = values_of_step(directory, sys.maxsize if step is None else step)
+    # One process replays a run of several.
+    trainer = {**values.get("trainer", {}), "distributed": {"initialize_jax_distributed": False}}
+    return parse_arguments(TrainConfig, arguments, {}, {**values, "trainer": trainer}).config
 
 
 def timed_step(
@@ -343,6 +384,21 @@ class FakeRun(NamedTuple):
     """Peak memory of the fullest device; None if it is not tracked (CPU)."""
     host_peak_bytes: int
     """Peak memory of this process on the host."""
+
+    def describe(self, steps: int) -> str:
+        """Return the measurements of a number of steps as lines of text."""
+        width, device = max(map(len, self.median)), self.device_peak_bytes
+        peak = "not tracked on this platform" if device is None else f"{device / 2**30:.2f} GiB"
+        return "\n".join(
+            [
+                f"{self.rollouts} rollouts, {self.tokens:,} tokens",
+                f"first step, with compilation: {self.first_step_seconds:.3g} s",
+                f"medians of the other {steps - 1} steps:" if steps > 1 else "this step:",
+                *(f"  {name:<{width}}  {value:.6g}" for name, value in self.median.items()),
+                f"tokens per second, prompts included: {self.tokens_per_second:,.0f}",
+                f"peak memory: device {peak}, host {self.host_peak_bytes / 2**30:.2f} GiB",
+            ]
+        )
 
 
 def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:

@@ -16,7 +16,6 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 
 from marin_rl.config.command_line import (
     ConfigError,
-    HelpShown,
     check_command_line,
     merge,
     parse_config,

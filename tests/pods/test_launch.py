@@ -5,7 +5,8 @@
 
 import pytest
 
-from marin_rl.launch import ACTIONS, main
+from marin_rl.launch import main
+from marin_rl.pods.launch import ACTIONS
 
 POD = ["--tpu_name", "pod", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-16"]
 

@@ -28,7 +28,7 @@ Output = pytest.CaptureFixture[str]
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll often, and leave out the check of the training config, which takes seconds; `test_preflight.py` tests it."""
     monkeypatch.setattr("marin_rl.pods.tpu.POLL_SECONDS", 0.05)
-    monkeypatch.setattr(command_line, "check_training", lambda *_: "gs://bucket/runs/a")
+    monkeypatch.setattr("marin_rl.pods.launch.check_training", lambda *_: "gs://bucket/runs/a")
 
 
 def launch(action: str, project: Project, *options: str) -> int:
@@ -69,7 +69,7 @@ def pids(cloud: Cloud) -> list[str]:
 def test_start_runs_on_all_hosts_until_the_end(
     cloud: Cloud, project: Project, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_line, "check_training", lambda *_: "/mnt/runs/a")
+    monkeypatch.setattr("marin_rl.pods.launch.check_training", lambda *_: "/mnt/runs/a")
     finish(project)
     assert launch("start", project) == 0
     assert project.starts() == ["None --config run.yaml --trainer.distributed.initialize_jax_distributed true"] * 2
@@ -312,7 +312,7 @@ def test_failures_of_a_start(
         patch.setenv("PATH", str(tmp_path))
         assert "gcloud is not on PATH; install the Google Cloud CLI" in failed()
     with monkeypatch.context() as patch:
-        patch.setattr(command_line, "check_training", lambda *_: "gs://other/run")
+        patch.setattr("marin_rl.pods.launch.check_training", lambda *_: "gs://other/run")
         assert "the zone or bucket does not exist; correct the name, " in (error := failed())
         assert "`gcloud storage ls gs://other --quiet`" in error
     cloud.fail("create", "ERROR: (gcloud) RESOURCE_EXHAUSTED: Quota limit has been exceeded. Limit: 0 in zone")

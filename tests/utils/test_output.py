@@ -16,7 +16,8 @@ from marin_rl.utils.output import escape, escape_line, shown_bytes
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from marin_rl.config.command_line import HelpShown, run_command
+from marin_rl.config.command_line import run_command
+from marin_rl.utils.settings.option_parser import HelpShown
 from marin_rl.utils.output import go_on_without_output, report_lost_output
 
 def command(argv):

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marin_rl.config.command_line import HelpShown, parse_config
+from marin_rl.config.command_line import parse_config
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.objectives import AdvantageConfig
+from marin_rl.utils.settings.option_parser import HelpShown
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from tests import fork_server
