@@ -23,6 +23,7 @@ from marin_rl.config.command_line import (
 )
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.output import escape
+from marin_rl.utils.settings.option_parser import HelpShown
 from marin_rl.utils.user_code import load_from_file
 from tests.config.mistakes import BASE
 from tests.hostile_errors import HOSTILE_ERRORS

@@ -45,7 +45,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str,
     for name, values in found.items():
         server.create(ModelSpec(0, 0, True, True, True))
         server.load(folder / "served" / str(values["path"]).removeprefix("tinker://"), optimizer=True)
-        save_hf_policy(server._state.trained, tokenizer, folder / name, trainer)
+        save_hf_policy(server._state.state.model, tokenizer, folder / name, trainer)
         values["server"] = load_file(folder / name / "model.safetensors")
     return found
 
