@@ -106,9 +106,8 @@ class Rows:
             )
         others = []
         separate = sizes._replace(packing=False)
-        if sizes.packing is None and separate.positions(self.kernel) != layout.row_length:
+        if sizes.packing is None and (length := separate.positions(self.kernel)) != layout.row_length:
             rows = (own_rows or separate.rows_per_device(self.platform, self.devices)) * self.devices
-            length = separate.positions(self.kernel)
             others.append(self.layout(length, rows, packed=False, whole_rollouts=whole_rollouts))
         if groups is not None and packed and sizes.row_length is None:
             most = own_rows * layout.row_length

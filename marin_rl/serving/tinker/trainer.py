@@ -20,6 +20,7 @@ from typing import Any, cast
 import equinox as eqx
 import haliax as hax
 import jax
+import jmp
 import numpy as np
 import optax
 from jaxtyping import Int64
@@ -327,7 +328,7 @@ class JaxTrainer:
         """Write the state; see `Trainer.save`."""
         state = self._require_model()
         with self._trainer.use_device_mesh():
-            norm = float(optax.tree.norm(state.gradient))
+            norm = float(_norm(state.gradient))
         if not math.isfinite(norm):
             raise RequestError(
                 f"the sum of the gradients has the norm {norm}, and cannot be saved; call optim_step, which drops it, "
@@ -447,12 +448,11 @@ class JaxTrainer:
 
     def _merge(self, trained: Any) -> LmHeadModel:
         """Return the whole model of trained weights in compute precision."""
-        cast_to_compute = self._trainer.mp.cast_to_compute
+        mp = self._trainer.mp
         with self._trainer.use_device_mesh(), hax.axis_mapping(self._trainer.parameter_axis_mapping):
             if not isinstance(trained, Adapter):
-                return cast_to_compute(trained)
-            whole = assemble(cast_to_compute(trained), self._base)
-            return eqx.filter_jit(lambda model: cast_to_compute(merge_adapter(model)))(whole)
+                return mp.cast_to_compute(trained)
+            return _merge(assemble(mp.cast_to_compute(trained), self._base), mp)
 
     def _evaluate(self, trained: Any, purpose: str, prompts: Sequence[Sequence[int]], loss: Loss) -> list[Any]:
         """Return the arrays that a loss reports of each prompt, under trained weights or, for None, the base."""
@@ -494,6 +494,16 @@ class JaxTrainer:
                 ids, logprobs = (_after_first(each[:-1, : job.params.topk_prompt_logprobs]) for each in values)
                 found[job.key] = ids, logprobs
         return found
+
+
+# Compiled once, and not in every call.
+_norm = jax.jit(optax.tree.norm)
+
+
+@eqx.filter_jit
+def _merge(model: LmHeadModel, mp: jmp.Policy) -> LmHeadModel:
+    """Return a model with its adapter merged into it, in compute precision."""
+    return mp.cast_to_compute(merge_adapter(model))
 
 
 def _matrix(datum: Datum, name: str) -> np.ndarray:
