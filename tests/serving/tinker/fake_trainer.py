@@ -8,8 +8,10 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,16 @@ def serve(folder: Path, port: int, limits: Limits, seconds: float) -> None:
     service = Service(FakeTrainer(seconds), folder, BASE, limits)
     app = TinkerApp(service, BASE, key=None)
     HttpServer(app.app(), 60.0).run(service, listen("127.0.0.1", port, 60.0))
+
+
+def start_server(
+    folder: Path, port: int, *, state_seconds: float, seconds: float, deaths: Sequence[int]
+) -> subprocess.Popen[str]:
+    """Start this program, whose output has the id of each process that serves."""
+    options = ["--folder", str(folder), "--port", str(port), "--state-seconds", str(state_seconds)]
+    options += ["--seconds", str(seconds), "--deaths", *map(str, deaths)]
+    command = [sys.executable, "-m", "tests.serving.tinker.fake_trainer", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def die_at_file(number: int) -> None:

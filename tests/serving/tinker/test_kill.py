@@ -30,7 +30,7 @@ from marin_rl.serving.tinker.messages import (
 )
 from marin_rl.serving.tinker.records import AdamParams, ModelSpec
 from tests.free_port import free_port
-from tests.serving.tinker.fake_trainer import FakeTrainer
+from tests.serving.tinker.fake_trainer import FakeTrainer, start_server
 from tests.serving.tinker.killed_service import SOCKET, SPEC
 from tests.serving.tinker.wire import Wire, body
 
@@ -187,17 +187,7 @@ def test_kills_neither_lose_nor_double_gradients(tmp_path: Path, seed: int) -> N
     generator, port = random.Random(seed), free_port()
     # One half dies by itself at an operation of the file system, the other half by a signal after some time.
     deaths = [generator.randrange(3, 80) if seed == 0 else 0 for _ in range(KILLS)] + [0]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.serving.tinker.fake_trainer",
-        "--folder",
-        str(tmp_path),
-        "--port",
-        str(port),
-    ]
-    command += ["--port", str(port), "--state-seconds", "0.02", "--seconds", "0.002", "--deaths", *map(str, deaths)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = start_server(tmp_path, port, state_seconds=0.02, seconds=0.002, deaths=deaths)
     assert server.stdout is not None
     children: list[int] = []
 

@@ -19,6 +19,7 @@ import pytest
 
 from marin_rl.serving.tinker.trainer_thread import Limits
 from tests.free_port import free_port
+from tests.serving.tinker.fake_trainer import start_server
 from tests.serving.tinker.test_service import fake_loss, gradient
 from tests.serving.tinker.test_trainer import dense_logs, tiny_trainer
 from tests.serving.tinker.wire import serving
@@ -128,18 +129,8 @@ def test_a_killed_client_can_be_started_again_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_server(tmp_path: Path) -> None:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "tests.serving.tinker.fake_trainer",
-        "--folder",
-        str(tmp_path),
-        "--port",
-        str(port),
-    ]
     # Operations take a while, so that the server is killed during the step that follows.
-    command += ["--port", str(port), "--state-seconds", "0.5", "--seconds", "0.1", "--deaths", "0", "0", "0", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = start_server(tmp_path, port, state_seconds=0.5, seconds=0.1, deaths=[0] * 4)
     assert server.stdout is not None
     child = int(server.stdout.readline())
     metrics: list[dict[str, float]] = []
