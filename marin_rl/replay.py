@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import check_command_line, read_arguments, run_command
+from marin_rl.config.command_line import read_arguments, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
+from marin_rl.sessions.command import check_command_line
 from marin_rl.utils.settings.option_parser import CommandParser
 
 

@@ -188,21 +188,6 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
         return False
 
     @property
-    def own_scorings(self) -> float:
-        """How often a step scores its batch with the trained weights, on average."""
-        return 0.0
-
-    @property
-    def scores_data(self) -> bool:
-        """Whether rows of data are scored, outside of updates."""
-        return False
-
-    @property
-    def passes_per_step(self) -> int:
-        """How often a step trains on its batch."""
-        return 1
-
-    @property
     def stop_texts(self) -> tuple[str, ...]:
         """Texts that end a reply, for exports."""
         return ()

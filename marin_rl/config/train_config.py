@@ -188,19 +188,6 @@ class TrainConfig(AbstractRunConfig):
         return self.kl.needs_teacher
 
     @property
-    def own_scorings(self) -> float:
-        """How often a step scores its rollouts with the trained weights, on average: see `BatchBuilder`."""
-        if self.critic is not None or self.off_policy_correction.needs_sampling_logprobs:
-            return 1.0
-        store = self.rollout_store
-        return 1 / store.every if store.learner_logprobs and store.every else 0.0
-
-    @property
-    def passes_per_step(self) -> int:
-        """How often a step trains on its rollouts."""
-        return self.updates.epochs
-
-    @property
     def needs_initial_policy(self) -> bool:
         """Whether the weights at the start of RL score the rollouts, or teach in the updates."""
         return self.loads_reference and uses_initial_policy(self.reference)

@@ -168,6 +168,21 @@ class AbstractModelParts(abc.ABC):
     def whole_rollouts(self) -> bool:
         """Whether all sequences of a rollout must be in one microbatch."""
 
+    @property
+    def own_scorings(self) -> float:
+        """How often a step scores its batch with the trained weights, on average."""
+        return 0.0
+
+    @property
+    def scores_data(self) -> bool:
+        """Whether rows of data are scored, outside of updates."""
+        return False
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a step trains on its batch."""
+        return 1
+
     @functools.cached_property
     def kernel(self) -> AttentionKernel:
         """Attention kernel of the learner."""

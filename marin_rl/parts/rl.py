@@ -266,6 +266,19 @@ class RunParts(AbstractModelParts):
         needed = {"ce_weights": self.config.observation_loss is not None, "ref_kl_weights": self.config.needs_teacher}
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
+    @property
+    def own_scorings(self) -> float:
+        """How often a step scores its rollouts with the trained weights, on average: see `BatchBuilder`."""
+        if self.config.critic is not None or self.config.off_policy_correction.needs_sampling_logprobs:
+            return 1.0
+        store = self.config.rollout_store
+        return 1 / store.every if store.learner_logprobs and store.every else 0.0
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a step trains on its rollouts."""
+        return self.config.updates.epochs
+
     def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
         """Return a step with rollouts of these lengths; None for the longest."""
         rollouts, updates, count = self.config.rollouts, self.config.updates, self.config.rollouts.rollouts_per_step

@@ -71,6 +71,11 @@ class SupervisedParts(AbstractModelParts):
         """Whether all sequences of a row of data must be in one microbatch."""
         return False
 
+    @property
+    def scores_data(self) -> bool:
+        """Whether rows of data are scored, outside of updates."""
+        return self.config.trains_on_pairs or self.config.source.holds_out
+
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
         """Make a learner for batches in a layout; see `AbstractModelParts`."""
         sequences, updates = self.config.batch.sequences_per_step, self.config.num_updates

@@ -114,8 +114,9 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, read_arguments
+    from marin_rl.config.command_line import read_arguments
     from marin_rl.config.sections import Mode
+    from marin_rl.sessions.command import RESUME_FLAGS, check_command_line
 
     environment_script(config.code)
     copied = {Path(name) for name in code_files(Path(config.code.folder))}

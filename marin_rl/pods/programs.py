@@ -65,7 +65,8 @@ class RunShapes:
     @property
     def rl(self) -> TrainConfig:
         """Config of an RL run, for the programs that other runs do not have."""
-        return cast(TrainConfig, self.config)
+        assert isinstance(self.config, TrainConfig)
+        return self.config
 
     @property
     def num_layers(self) -> int:
@@ -207,7 +208,7 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
     scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
-    model = assemble(run.trained if run.config.own_scorings else run.sent, run.base)
+    model = assemble(run.trained if run.parts.own_scorings else run.sent, run.base)
     return scorer.lower(model, [_batch(run.layout)])
 
 
@@ -273,23 +274,25 @@ UNROLLED = ("sampler weights", "resharding", "prefill", "short prefill", "decode
 """Programs with one copy of the code per layer."""
 
 
-def programs_of(config: AbstractRunConfig, hosts: int) -> list[str]:
+def programs_of(parts: AbstractModelParts, hosts: int) -> list[str]:
     """Return the names of the programs that a run executes, in the order of `LOWER`.
 
     Args:
-        config: config of the run.
+        parts: parts of the run, which need no devices.
         hosts: number of hosts of the trainer.
 
     >>> from marin_rl.environments import ArithmeticConfig
     >>> from levanter.models.llama import LlamaConfig
-    >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
+    >>> config = TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig())
+    >>> programs_of(RunParts(config, config.trainer), hosts=1)
     ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
     """
-    builtin = config.samples and isinstance(cast(TrainConfig, config).sampler, LevanterSamplerConfig)
+    config = parts.config
+    builtin = isinstance(config, TrainConfig) and isinstance(config.sampler, LevanterSamplerConfig)
     needed = {
         "initial state": True,
         "update": True,
-        "score": config.needs_reference or config.own_scorings > 0 or config.scores_data,
+        "score": config.needs_reference or parts.own_scorings > 0 or parts.scores_data,
         "sampler weights": builtin,
         "resharding": builtin and hosts > 1 and not config.is_async,
         "prefill": builtin,

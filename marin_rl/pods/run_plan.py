@@ -24,7 +24,7 @@ from marin_rl.pods.compiling import CompileFailure, ProgramMemory, chip_bytes, c
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.sessions.earlier_run import resolve_model
-from marin_rl.tokenization.load import TokenizerLoadError
+from marin_rl.sessions.recipes import recipe_of
 from marin_rl.training.references import teacher_spec
 from marin_rl.utils.devices.sharding import check_sharding
 
@@ -133,7 +133,7 @@ def make_plan(
         _check_workers(is_async, worker_topology)
     worker_topology = (worker_topology or topology.local()) if is_async else None
     jax.config.update("jax_enable_compilation_cache", topology.chip.platform == "cpu")
-    names = programs_of(config, topology.num_hosts)
+    names = programs_of(recipe_of(config).parts(config, config.trainer), topology.num_hosts)
     on_host = [name for name in names if name in (UNROLLED if is_async else ON_ONE_HOST)]
     of_worker: dict[str, float] = {}
     with absent_devices(topology):
@@ -332,5 +332,5 @@ def complete_model(config: ConfigT, vocab_size: int | None) -> tuple[ConfigT, in
         return config, config.tokenizer.build().vocab_size if start is None else read_hf_config(
             hf_folder(start)
         ).vocab_size
-    except (TokenizerLoadError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{error}; or give the number of tokens with --vocab_size") from error

@@ -9,9 +9,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from marin_rl.config.commands import config_class
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
@@ -22,6 +21,7 @@ from marin_rl.models.peft_format import CONFIG as PEFT_CONFIG
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
 from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.sessions.recipes import config_class
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
@@ -67,8 +67,8 @@ def require_rl(config: AbstractRunConfig, run: str, purpose: str) -> TrainConfig
     Raises:
         RunDirectoryError: if the run is one of supervised training.
     """
-    if config.samples:
-        return cast(TrainConfig, config)
+    if isinstance(config, TrainConfig):
+        return config
     raise RunDirectoryError(
         f"{run!r} is a run of marin_rl.{config.command}, which has no environment and no rollouts, so "
         f"{purpose}; serve it with python -m marin_rl.serve --run, or start RL from it with initialize_from"

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from marin_rl.config.command_line import merge_layers
-from marin_rl.config.commands import config_class
 from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.runs.lock import RunInUseError
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, exported_step, list_steps
+from marin_rl.sessions.recipes import config_class
 from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, explain, writing
 from marin_rl.utils.output import escape
 from marin_rl.utils.settings.checks import ConfigSection, check_fields

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from levanter.models.lm_model import LmHeadModel
 
@@ -101,7 +101,7 @@ def load_policy(
             digest_inputs(config, ("tokenizer",)),
             parts.restore_policy,
         )
-        rl = cast(TrainConfig, config) if config.samples else None
+        rl = config if isinstance(config, TrainConfig) else None
         context = choose_context(max_context, max_positions(model.config), rl.rollouts.max_length if rl else None)
         sampling = rl.sampling if rl else SamplingConfig(max_new_tokens=context - 1)
         max_turns = rl.rollouts.max_turns if rl else None

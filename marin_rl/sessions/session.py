@@ -37,6 +37,7 @@ from marin_rl.sessions.config_changes import (
     refuse_moved_runs,
 )
 from marin_rl.sessions.console import ProgressDisplay, describe_step, print_and_log, report_finished
+from marin_rl.sessions.dry_run import dry_run, dry_run_supervised
 from marin_rl.sessions.earlier_run import export_folder, read_config, resolve_model
 from marin_rl.sessions.recipes import recipe_of
 from marin_rl.sessions.step_records import StepRecords, check_trackers, open_profiler, open_records
@@ -83,7 +84,8 @@ def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
     def report(text: str) -> None:
         print(escape(text), flush=True)
 
-    problems = recipe_of(parsed.config).check(parsed.config, report, **choices)
+    check: Callable[..., list[str]] = dry_run if isinstance(parsed.config, TrainConfig) else dry_run_supervised
+    problems = check(parsed.config, report, **choices)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0
@@ -164,11 +166,10 @@ def run_session(
 
 def _required_cluster(config: AbstractRunConfig) -> str | None:
     """Return the address of the Ray cluster that must answer, and check that Ray is installed if it is needed."""
-    if not config.is_async:
+    if not isinstance(config, TrainConfig):
         return None
-    workers = cast(TrainConfig, config)
-    check_ray(workers.mode, workers.workers.tpu_slice)
-    return workers.ray_address
+    check_ray(config.mode, config.workers.tpu_slice)
+    return config.ray_address if config.is_async else None
 
 
 def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:
