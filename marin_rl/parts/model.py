@@ -23,7 +23,7 @@ from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
-from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
 from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
@@ -265,7 +265,7 @@ class AbstractModelParts(abc.ABC):
         """Return the model of trained weights: they themselves, or an adapter with its base."""
         return assemble(trained, self.base)
 
-    def first_policy(self) -> LmHeadModel | Adapter:
+    def first_policy(self) -> TrainedPolicy:
         """Load or initialize the trained part of the policy.
 
         Raises:
@@ -302,7 +302,7 @@ class AbstractModelParts(abc.ABC):
         self.check_base(checkpoint.progress.get("base", ""))
         return self.assemble(self.saved_spec(checkpoint).restore_policy(checkpoint))
 
-    def first_state(self, policy: LmHeadModel | Adapter) -> TrainerState:
+    def first_state(self, policy: TrainedPolicy) -> TrainerState:
         """Return the training state before the first update.
 
         `policy` is the trained part of the first policy; its arrays become part of the state.

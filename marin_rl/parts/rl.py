@@ -24,9 +24,9 @@ from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import SequenceScorer, sequence_scorer
 from marin_rl.learner.train_step import Frozen, Learner
-from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.parts.model import AbstractModelParts, EqualStep, Lengths
+from marin_rl.parts.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits

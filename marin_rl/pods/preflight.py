@@ -127,7 +127,7 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         if own and any("ray_address" in layer for layer in read_arguments(arguments, RESUME_FLAGS).layers()):
             raise ConfigError("rollout_slices is set, so the launch sets ray_address; remove it from the training")
         checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
-        from marin_rl.distributed.ray_cluster import check_ray
+        from marin_rl.config.ray_cluster import check_ray
 
         parsed = checked.complete().config
         files = [("--config", str(path)) for path in checked.arguments.config_paths]

@@ -24,13 +24,12 @@ from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlEx
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
-from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
 from marin_rl.parts.model import AbstractModelParts
 from marin_rl.parts.rl import RunParts
+from marin_rl.parts.teacher import teacher_spec
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
@@ -39,7 +38,7 @@ from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.sessions.recipes import recipe_of
-from marin_rl.training.references import teacher_spec
+from marin_rl.utils.devices.arrays import copy_program, named_leaves
 from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard
 
@@ -84,7 +83,7 @@ class RunShapes:
         return self.spec.policy
 
     @functools.cached_property
-    def sent(self) -> LmHeadModel | Adapter:
+    def sent(self) -> TrainedPolicy:
         """Shapes and shardings of the trained part of the policy, which workers receive."""
         return self.spec.place(self.spec.trained_policy)
 
@@ -99,7 +98,7 @@ class RunShapes:
         return assemble(self.sent, self.base)
 
     @functools.cached_property
-    def trained(self) -> LmHeadModel | Adapter | ActorCritic:
+    def trained(self) -> TrainedPolicy | ActorCritic:
         """Shapes and shardings of all trained parameters: of the policy, and of the critic if there is one."""
         return self.spec.place(self.spec.trained)
 

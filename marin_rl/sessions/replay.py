@@ -20,17 +20,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.models.lm_model import LmConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.command_line import Arguments, parse_arguments
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.learner.scoring import Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.models.lora import Adapter
 from marin_rl.parts.rl import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import holder
@@ -268,7 +268,7 @@ def _read_groups(
     return stored
 
 
-def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
+def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy:
     if 0 not in checkpoints.steps():
         raise ReplayError(
             "kl or distillation needs the initial policy, but the run stored no reference_logprobs and kept no "

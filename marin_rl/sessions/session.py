@@ -20,9 +20,9 @@ from typing import Any, TextIO, cast
 import jax
 
 from marin_rl.config.command_line import ParsedConfig
+from marin_rl.config.ray_cluster import check_ray, find_cluster
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.learner.starting_weights import check_weight_files

@@ -10,16 +10,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.input_files import Inputs, digest_inputs
+from marin_rl.config.ray_cluster import check_worker_devices
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.parts.model import AbstractModelParts, Report
 from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.metrics import FailureReports
@@ -263,7 +262,7 @@ def report_resume(loaded: Loaded, checkpoints: Checkpoints, report: Report) -> N
 
 def _start(
     parts: RunParts,
-    policy: LmHeadModel | Adapter,
+    policy: TrainedPolicy,
     runner: RolloutRunner,
     store: RolloutStore,
     start: Start,
@@ -312,13 +311,13 @@ def _start(
     return state, progress
 
 
-def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
+def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy:
     first = checkpoints.open(0)
     return parts.saved_spec(first).restore_policy(first)
 
 
 def _open_runner(
-    parts: RunParts, reward_functions: RewardFunctions, trained: LmHeadModel | Adapter, version: WeightVersion
+    parts: RunParts, reward_functions: RewardFunctions, trained: TrainedPolicy, version: WeightVersion
 ) -> RolloutRunner:
     """Open the trainer's runner: with the configured sampler in `mode: sync`, otherwise with the built-in one."""
     open_sampler = parts.open_sampler if parts.config.mode is Mode.SYNC else parts.open_group_sampler
@@ -339,10 +338,11 @@ def _open_rollout_source(parts: RunParts, inputs: Inputs, runner: RolloutRunner,
     # Imported here because workers need Ray, which is an extra.
     from marin_rl.distributed.ray_workers import ray_workers
     from marin_rl.distributed.worker_pool import open_worker_pool
+    from marin_rl.training.worker import run_worker
 
     return open_worker_pool(
         config.weights,
-        functools.partial(ray_workers, config, inputs, progress.vocab_size, progress.base),
+        functools.partial(ray_workers, run_worker, config, inputs, progress.vocab_size, progress.base),
         counts=progress.worker_counts,
         no_progress_timeout=config.workers.no_progress_timeout,
         opened=parts.resources,

@@ -192,10 +192,11 @@ def open_on_data(
             progress, state = loaded.progress, loaded.state
             files = compare_files(loaded, inputs, report, accept=start.accept_changes)
             report_resume(loaded, checkpoints, report)
-        report(describe(data))
+        described, warnings = describe_data(data)
+        report(described)
         if data.digest and progress.step < (config.num_steps or 0) and multihost.is_main():
             write_tokens(folder / TOKENS, data, data.digest)
-        for warning in small_held_out(data):
+        for warning in warnings:
             report(f"warning: {warning}")
         policy = None if loaded else parts.assemble(policy_of(state.model))
         run = SupervisedRun(
@@ -221,10 +222,10 @@ def open_on_data(
     return run
 
 
-def small_held_out(data: Data) -> list[str]:
-    """Return a warning if the held-out rows are too few to measure anything."""
+def describe_data(data: Data) -> tuple[str, list[str]]:
+    """Describe the data of a run; also return a warning if the held-out rows are too few to measure anything."""
     noun = f"held-out {'pairs' if data.train.examples[0].chosen else 'rows'}"
-    return small_sample_warning(len(data.held_out.examples), noun, "the held-out curves", "held_out")
+    return describe(data), small_sample_warning(len(data.held_out.examples), noun, "the held-out curves", "held_out")
 
 
 def describe_held_out(metrics: Mapping[str, float]) -> str:

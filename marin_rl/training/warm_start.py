@@ -18,7 +18,7 @@ from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import cross_entropy_loss
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.parts.supervised import make_learner, pack_tokens
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
@@ -38,7 +38,7 @@ class WarmStartError(ValueError):
 
 def warm_start(
     config: WarmStartConfig,
-    model: LmHeadModel | Adapter,
+    model: TrainedPolicy,
     runner: RolloutRunner,
     trainer: TrainerConfig,
     layout: RowLayout,
@@ -49,7 +49,7 @@ def warm_start(
     temperature: float,
     report: Callable[[str], None],
     stop_requested: Callable[[], bool] = lambda: False,
-) -> LmHeadModel | Adapter:
+) -> TrainedPolicy:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
 
     The loss is the mean cross-entropy of the assistant tokens.

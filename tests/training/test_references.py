@@ -27,11 +27,11 @@ from marin_rl.config.reference_config import (
 )
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.scoring import prompt_scorer
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.sessions.replay import FakeShape, make_groups
-from marin_rl.sessions.served_policy import prompt_scorer
 from marin_rl.training.batch_builder import StepToScore
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.references import References
