@@ -29,7 +29,6 @@ from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.lora import Adapter
 from marin_rl.models.peft_format import load_peft_adapter
-from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
@@ -287,20 +286,6 @@ class AbstractModelParts(abc.ABC):
     def policy_spec(self, vocab_size: int) -> PolicySpec:
         """Return the shapes of the run's weights, for a vocabulary size of the model."""
         return PolicySpec(self.model, vocab_size, self.trainer, self.config.trained_critic, self.config.lora)
-
-    def saved_spec(self, checkpoint: Checkpoint) -> PolicySpec:
-        """Return the shapes of the weights in a checkpoint of the run."""
-        return self.policy_spec(int(checkpoint.progress["vocab_size"]))
-
-    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel:
-        """Load the policy of a checkpoint of the run, with its base if it is an adapter.
-
-        Raises:
-            CheckpointError: if the checkpoint holds another model.
-            OtherBaseError: if `initialize_from` has other weights than at the start of the run.
-        """
-        self.check_base(checkpoint.progress.get("base", ""))
-        return self.assemble(self.saved_spec(checkpoint).restore_policy(checkpoint))
 
     def first_state(self, policy: TrainedPolicy) -> TrainerState:
         """Return the training state before the first update.

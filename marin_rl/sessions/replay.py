@@ -40,7 +40,7 @@ from marin_rl.runs.run_directory import RunDirectory, config_differences
 from marin_rl.runs.stored_rollout import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.sessions.config_changes import read_config_of_step, values_of_step
 from marin_rl.sessions.earlier_run import read_config, require_rl
-from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference, make_batch_builder
+from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference
 from marin_rl.training.loop import (
     TrainedStep,
     model_flops_utilization,
@@ -190,9 +190,9 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     parts = RunParts.start(dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0)))
     checkpoint = checkpoints.open(start)
     warn_of_changed_inputs(checkpoint, digest_inputs(original, ("tokenizer", IMPORTS)))
-    vocab_size = int(checkpoint.progress["vocab_size"])
+    vocab_size = checkpoint.vocab_size
     parts.check_base(checkpoint.progress.get("base", ""))
-    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
+    state = parts.policy_spec(checkpoint.vocab_size).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
     references = References(parts, functools.partial(_restore_initial, parts, checkpoints))
     learner = references.open_learner(vocab_size)
@@ -206,7 +206,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     difference = None
     if step in checkpoints.steps():
         after = checkpoints.open(step)
-        difference = largest_difference(state.model, parts.saved_spec(after).restore_trained(after))
+        difference = largest_difference(state.model, parts.policy_spec(after.vocab_size).restore_trained(after))
     return ReplayedStep(start, metrics, recorded, difference)
 
 
@@ -275,7 +275,7 @@ def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy
             "checkpoint of step 0; replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
         )
     first = checkpoints.open(0)
-    return parts.saved_spec(first).restore_policy(first)
+    return parts.policy_spec(first.vocab_size).restore_policy(first)
 
 
 def _make_builder(
@@ -299,7 +299,7 @@ def _make_builder(
         else:
             read = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
             score_reference = lambda step: read(step.batch).logprobs  # noqa: E731
-    return make_batch_builder(parts, score, score_reference)
+    return BatchBuilder(parts, score, score_reference)
 
 
 def _stored_scores(scores: Mapping[str, TokenScores], logprobs: str, model: Any, batch: RolloutBatch) -> Scores:
@@ -421,7 +421,7 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
         if config.kl.needs_teacher:
             learner = parts.make_learner(parts.layout, parts.base, parts.trainer.mp.cast_to_compute(copied))
     state, steps = parts.first_state(policy), []
-    builder = make_batch_builder(parts, parts.score, reference)
+    builder = BatchBuilder(parts, parts.score, reference)
     for number in range(1, 1 + shape.steps):
         trained, metrics = timed_step(parts.model, learner, builder, state, groups, number, vocab_size)
         state = trained.state

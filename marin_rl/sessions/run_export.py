@@ -18,6 +18,7 @@ from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sessions.earlier_run import export_folder, load_run, replace_export, restore_checkpoint
 from marin_rl.sessions.served_policy import open_parts
+from marin_rl.training.open_run import restore_policy
 from marin_rl.utils.errors import UserError, writing
 from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path
 
@@ -60,12 +61,12 @@ def export_run(
 
     def restore(checkpoint: Checkpoint) -> Any:
         if config.lora is None:
-            spec = PolicySpec(model, int(checkpoint.progress["vocab_size"]), config.trainer, config.trained_critic)
+            spec = PolicySpec(model, checkpoint.vocab_size, config.trainer, config.trained_critic)
             return SavedWeights(spec.policy, checkpoint.part(spec.policy, spec.policy_path), dtype)
         parts = open_parts(config)
         if not adapter:
-            return DeviceWeights(parts.restore_policy(checkpoint), parts.trainer, dtype)
-        spec = parts.saved_spec(checkpoint)
+            return DeviceWeights(restore_policy(parts, checkpoint), parts.trainer, dtype)
+        spec = parts.policy_spec(checkpoint.vocab_size)
         trained: Any = spec.restore_policy(checkpoint)
         return functools.partial(
             save_adapter_folder, spec.policy, trained, hf_location(str(config.initialize_from)), dtype

@@ -4,6 +4,7 @@
 """A policy to be served, of a run or of a folder in Hugging Face format, with a sampler."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from marin_rl.sessions.earlier_run import load_run, restore_checkpoint
 from marin_rl.sessions.recipes import recipe_of
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
+from marin_rl.training.open_run import restore_policy
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
@@ -93,7 +95,7 @@ def load_policy(
             checkpoints,
             step,
             digest_inputs(config, ("tokenizer",)),
-            parts.restore_policy,
+            functools.partial(restore_policy, parts),
         )
         rl = config if isinstance(config, TrainConfig) else None
         context = choose_context(max_context, max_positions(model.config), rl.rollouts.max_length if rl else None)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.input_files import Inputs, digest_inputs
@@ -31,7 +32,7 @@ from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.advice import Advice
-from marin_rl.training.batch_builder import make_batch_builder
+from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate, small_split_warnings
 from marin_rl.training.loop import TrainingRun
@@ -148,7 +149,7 @@ def open_run(kind: type[RunParts], config: TrainConfig, data: None, start: Start
                     files = dataclasses.replace(files, rollouts=store.digests())
             state.save(checkpoints, trainer_state, rollout_source.counts, files)
         references = References(parts, functools.partial(_initial_policy, parts, checkpoints))
-        batch_builder = make_batch_builder(parts, parts.score, references.open_scorer())
+        batch_builder = BatchBuilder(parts, parts.score, references.open_scorer())
         return TrainingRun(
             config=config,
             progress=progress,
@@ -220,9 +221,20 @@ def load_state(parts: AbstractModelParts, others: Sequence[str], checkpoint: Che
     """
     progress = read_progress(checkpoint)
     parts.check_base(progress.base)
-    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
+    state = parts.policy_spec(checkpoint.vocab_size).restore_state(checkpoint, parts.learner)
     files = RunFiles.decode(checkpoint.read(RUN_FILES))
     return Loaded(checkpoint, progress, state, files, {name: checkpoint.read(name) for name in others})
+
+
+def restore_policy(parts: AbstractModelParts, checkpoint: Checkpoint) -> LmHeadModel:
+    """Load the policy of a checkpoint of the run, with its base if it is an adapter.
+
+    Raises:
+        CheckpointError: if the checkpoint holds another model.
+        OtherBaseError: if `initialize_from` has other weights than at the start of the run.
+    """
+    parts.check_base(checkpoint.progress.get("base", ""))
+    return parts.assemble(parts.policy_spec(checkpoint.vocab_size).restore_policy(checkpoint))
 
 
 def read_progress(checkpoint: Checkpoint) -> Progress:
@@ -313,7 +325,7 @@ def _start(
 
 def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy:
     first = checkpoints.open(0)
-    return parts.saved_spec(first).restore_policy(first)
+    return parts.policy_spec(first.vocab_size).restore_policy(first)
 
 
 def _open_runner(

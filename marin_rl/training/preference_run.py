@@ -27,7 +27,7 @@ from marin_rl.objectives.preference import pair_sums, preference_metrics
 from marin_rl.parts.supervised import PreferenceParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.saved_checkpoint import DamagedCheckpointError
-from marin_rl.training.open_run import Start
+from marin_rl.training.open_run import Start, restore_policy
 from marin_rl.training.supervised_run import HELD_OUT, SupervisedRun, SupervisedTask, open_on_data, score_examples
 from marin_rl.utils.timing import notice_if_long
 
@@ -89,7 +89,7 @@ def with_reference(
                 ends = np.cumsum([np.count_nonzero(pair.loss_mask) for pair in pairs])
                 return _with(pairs, np.split(stored["logprobs"], ends[:-1])), file
             parts.report(f"the reference in {first.path} is of other pairs; it is computed again")
-            policy = parts.restore_policy(first)
+            policy = restore_policy(parts, first)
         except DamagedCheckpointError as error:
             parts.report(f"{error}; the reference is computed again from the initial weights of the config")
             policy = parts.assemble(parts.first_policy())

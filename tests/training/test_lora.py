@@ -106,7 +106,7 @@ def adapter_of(run: TinyRun, step: int) -> Any:
     config = config_of(run)
     parts = RunParts.start(config)
     checkpoint = Checkpoints(RunDirectory(run.path).checkpoints, config.checkpoint).open(step)
-    return parts.saved_spec(checkpoint).restore_policy(checkpoint).layers
+    return parts.policy_spec(checkpoint.vocab_size).restore_policy(checkpoint).layers
 
 
 def test_an_interrupted_run_resumes_bit_for_bit(lora_run: TinyRun, tmp_path: Path) -> None:
