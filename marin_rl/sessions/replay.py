@@ -8,6 +8,7 @@ Times and memory are measured on synthetic rollouts: random tokens of given leng
 
 import dataclasses
 import functools
+import json
 import re
 import resource
 import statistics
@@ -39,7 +40,7 @@ from marin_rl.runs.rollout_store import TRAINING, RolloutStoreConfig, list_files
 from marin_rl.runs.run_directory import RunDirectory, config_differences
 from marin_rl.runs.stored_rollout import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.sessions.config_changes import read_config_of_step, values_of_step
-from marin_rl.sessions.earlier_run import read_config, require_rl
+from marin_rl.sessions.earlier_run import read_config, require_rl, resolve_model
 from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference
 from marin_rl.training.loop import (
     TrainedStep,
@@ -100,6 +101,25 @@ class ReplayedStep(NamedTuple):
         else:
             lines.append(f"{after} differ from the {of_step} by at most {self.weight_difference:.3g}")
         return "\n".join(lines)
+
+
+def replay(directory: RunDirectory, arguments: Arguments, run: str, step: int, *, as_json: bool) -> str:
+    """Replay a step with changes of the config, and return the result as lines or JSON; see `replay_step`."""
+    replayed = replay_step(directory, config_to_replay(directory, step, arguments), step)
+    values = {"run": run, "step": step, **replayed._asdict()}
+    return json.dumps(values) if as_json else replayed.describe(run, step)
+
+
+def replay_fake(
+    directory: RunDirectory | None, config: TrainConfig | None, arguments: Arguments, fake: str, *, as_json: bool
+) -> str:
+    """Train on synthetic rollouts with a config, or that of a run with changes; the result is as of `replay`."""
+    if directory is not None:
+        config = config_to_replay(directory, None, arguments)
+    assert config is not None
+    shape = parse_shape(fake, config.rollouts.max_length)
+    run = train_on_fake(resolve_model(config) if directory is None else config, shape)
+    return json.dumps(run._asdict()) if as_json else run.describe(shape.steps)
 
 
 def config_to_replay(directory: RunDirectory, step: int | None, arguments: Arguments) -> TrainConfig:
