@@ -21,6 +21,7 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.config import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_tasks

@@ -30,6 +30,7 @@ from marin_rl.learner.policy_model import save_hf_policy
 from marin_rl.learner.scoring import prompt_scorer
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
+from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.sessions.replay import FakeShape, make_groups
 from marin_rl.training.batch_builder import BatchBuilder, StepToScore
