@@ -22,7 +22,7 @@ from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.supervised_config import DpoConfig
 from marin_rl.data.dataset import Batches, Data, join_pairs
 from marin_rl.data.rows import Example
-from marin_rl.objectives.aggregation import SequenceMeanConfig
+from marin_rl.learner.preference_loss import PAIR_MEAN
 from marin_rl.objectives.preference import pair_sums, preference_metrics
 from marin_rl.parts.supervised import PreferenceParts
 from marin_rl.runs.checkpoint import Checkpoints
@@ -58,7 +58,7 @@ def measure_pairs(
     loss, batch = parts.config.loss, join(pairs)
     logprobs = batch.from_actions("log-probabilities", _score(parts, policy, pairs))
     ids = np.repeat(np.arange(len(pairs)), np.diff(batch.token_offsets))
-    weights = np.where(batch.loss_mask, SequenceMeanConfig().loss_weights(batch.num_loss_tokens)[ids], 0)
+    weights = np.where(batch.loss_mask, PAIR_MEAN.loss_weights(batch.num_loss_tokens)[ids], 0)
 
     @jax.jit
     def measure(*arrays: jax.Array) -> dict[str, jax.Array]:
