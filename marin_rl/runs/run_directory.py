@@ -27,12 +27,12 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from marin_rl.utils.errors import RunDirectoryError, UserError, nearest, writing
+from marin_rl.utils.errors import RunDirectoryError, UserError, nearest
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.settings.fields import flatten, is_within
 from marin_rl.utils.settings.yaml_text import MAX_YAML_BYTES, parse_yaml
-from marin_rl.utils.storage import StoragePath, check_small, read_small, storage_path, write_bytes
+from marin_rl.utils.storage import StoragePath, check_small, read_small, storage_path, write_bytes, writing
 
 EXPORTED_STEP = "training_step.json"
 """File in `hf/` with the step of the weights."""

@@ -45,10 +45,11 @@ from marin_rl.runs.run_directory import (
 from marin_rl.runs.saved_checkpoint import read_manifest
 from marin_rl.sessions.earlier_run import read_config, require_rl
 from marin_rl.training.run_state import Progress
-from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.fields import changeable_keys, flatten, is_within, keys_changeable_by_name
 from marin_rl.utils.settings.yaml_text import load_yaml, parse_value, parse_yaml
+from marin_rl.utils.storage import writing
 
 NOT_SET = "not set"
 

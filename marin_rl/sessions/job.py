@@ -24,14 +24,14 @@ from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.runs.lock import RunInUseError
 from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, check_output, exported_step, list_steps
 from marin_rl.sessions.recipes import config_class
-from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, explain, writing
+from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, explain
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.signals import interruptible
-from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes
+from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes, writing
 from marin_rl.utils.user_code import MissingPackageError
 
 _PATH_ERRORS = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENXIO}

@@ -11,10 +11,10 @@ from typing import Any
 
 from marin_rl.learner.config import ExportConfig
 from marin_rl.runs.run_directory import check_output, open_with_checkpoint
-from marin_rl.utils.errors import UserError, writing
+from marin_rl.utils.errors import UserError
 from marin_rl.utils.output import escape_line
 from marin_rl.utils.settings.fields import STORAGE_PATH, check_paths
-from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path
+from marin_rl.utils.storage import StoragePath, open_atomically, read_small, storage_path, writing
 
 _SOURCE = "exported_run.json"
 

@@ -46,12 +46,12 @@ from marin_rl.training.open_run import Start
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
-from marin_rl.utils.errors import Closing, UserError, explain, writing
+from marin_rl.utils.errors import Closing, UserError, explain
 from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.utils.logs import log_to, module_levels
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.yaml_text import to_yaml
-from marin_rl.utils.storage import storage_path
+from marin_rl.utils.storage import storage_path, writing
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 logger = logging.getLogger(__name__)

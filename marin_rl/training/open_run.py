@@ -48,10 +48,10 @@ from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import platform_of
-from marin_rl.utils.errors import Closing, writing
+from marin_rl.utils.errors import Closing
 from marin_rl.utils.host_status import raise_if
 from marin_rl.utils.signals import interruptible
-from marin_rl.utils.storage import StoragePath
+from marin_rl.utils.storage import StoragePath, writing
 from marin_rl.utils.timing import PhaseTimer
 
 

@@ -23,9 +23,8 @@ from marin_rl.runs.rollout_store import StoredFile, read_file
 from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.viewer.selection import Selection, StoredRollouts, group_key, logprob_differences, unequal_groups
 from marin_rl.runs.viewer.summary import Row, info_text, shorten_prompts, summarize
-from marin_rl.utils.errors import writing
 from marin_rl.utils.output import escape
-from marin_rl.utils.storage import write_bytes
+from marin_rl.utils.storage import write_bytes, writing
 
 SCRIPTS = ("charts.js", "rollouts.js", "side_by_side.js", "page.js")
 """Parts of the script of a page, in order."""
