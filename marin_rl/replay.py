@@ -3,12 +3,12 @@
 
 """Train on stored or synthetic rollouts, without a sampler: `python -m marin_rl.replay --run runs/rloo --step 20`."""
 
-import json
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import check_command_line, read_arguments, run_command
+from marin_rl.config.command_line import read_arguments, run_command
 from marin_rl.runs.run_directory import open_with_checkpoint
+from marin_rl.sessions.command import check_command_line
 from marin_rl.utils.settings.option_parser import CommandParser
 
 
@@ -48,23 +48,13 @@ def _run(argv: Sequence[str]) -> None:
     arguments = read_arguments(rest, {})
     checked = check_command_line(rest, {}, reads_files=False) if directory is None else None
     # Imported here because levanter takes seconds to import, and most mistakes can be reported without it.
-    from marin_rl.sessions.earlier_run import resolve_model
-    from marin_rl.sessions.replay import config_to_replay, parse_shape, replay_step, train_on_fake
+    from marin_rl.sessions.replay import replay, replay_fake
 
-    if directory is None:
-        assert checked is not None
-        config = checked.complete().config
-    else:
-        config = config_to_replay(directory, given.step, arguments)
+    config = None if checked is None else checked.complete().config
     if given.fake is not None:
-        shape = parse_shape(given.fake, config.rollouts.max_length)
-        fake = train_on_fake(resolve_model(config) if directory is None else config, shape)
-        print(json.dumps(fake._asdict()) if given.json else fake.describe(shape.steps))
-        return
-    assert directory is not None
-    replayed = replay_step(directory, config, given.step)
-    values = {"run": given.run, "step": given.step, **replayed._asdict()}
-    print(json.dumps(values) if given.json else replayed.describe(str(given.run), given.step))
+        print(replay_fake(directory, config, arguments, given.fake, as_json=given.json))
+    elif directory is not None:
+        print(replay(directory, arguments, str(given.run), int(given.step), as_json=given.json))
 
 
 if __name__ == "__main__":

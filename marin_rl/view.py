@@ -37,7 +37,7 @@ def _run(argv: Sequence[str]) -> None:
     source = open_rollouts(storage_path(run, "RUN"))
     if not source.is_file and not list_files(source.rollouts):
         # Imported here because it imports jax, which most views do not need.
-        from marin_rl.config.commands import config_class
+        from marin_rl.sessions.recipes import config_class
 
         values = parse_yaml(read_config_text(RunDirectory(source.path)), f"the config of {run}")
         if not (config := config_class(values)).samples:

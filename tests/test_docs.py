@@ -26,8 +26,7 @@ import yaml
 from draccus.utils import is_choice_type
 
 from marin_rl import evaluate, export, plan, replay, run_job, train
-from marin_rl.config.command_line import TRAIN_FLAGS, merge, parse_config, read_arguments
-from marin_rl.config.commands import config_class, config_class_of
+from marin_rl.config.command_line import merge, parse_config, read_arguments
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
@@ -41,6 +40,8 @@ from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.grading import GraderConfig
 from marin_rl.serving.options import ChatConfig, ServeConfig, TinkerConfig
+from marin_rl.sessions.command import TRAIN_FLAGS
+from marin_rl.sessions.recipes import config_class, config_class_of
 from marin_rl.sessions.replay import parse_shape
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError, field_types, plain_type, section_of
@@ -350,10 +351,11 @@ def test_the_table_of_recipes_lists_every_recipe_with_a_command_that_exists() ->
     assert len(commands) > 20
 
 
-def test_the_page_on_architecture_lists_the_rooms_of_the_import_contract() -> None:
+def test_the_page_on_architecture_lists_the_commands_and_the_rooms_of_the_import_contract() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contract, *_ = project["tool"]["importlinter"]["contracts"]
     rooms = {name.strip().removeprefix("marin_rl.") for layer in contract["layers"] for name in layer.split("|")}
+    rooms |= {path.stem for path in (ROOT / "marin_rl").glob("[!_]*.py")}
     shown = [CODE.findall(row[0]) for row in table_under("architecture.md", "## Rooms")]
     assert {name for names in shown for name in names} == rooms
 

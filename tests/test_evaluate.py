@@ -134,7 +134,7 @@ def test_loss_of_worked_answers(finished_run: TinyRun, tmp_path: Path):
     config = from_yaml(TrainConfig, (finished_run.path / "config.yaml").read_text(), "the run")
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device, alone=True)
     checkpoint = Checkpoints(finished_run.path / "checkpoints", config.checkpoint).open(6)
-    model = RunParts(config, trainer).saved_spec(checkpoint).restore_policy(checkpoint)
+    model = RunParts(config, trainer).policy_spec(checkpoint.vocab_size).restore_policy(checkpoint)
     tokenizer = config.tokenizer.build()
     losses = []
     for task in environment.build().tasks(Split.HELD_OUT):

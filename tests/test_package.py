@@ -119,6 +119,17 @@ def imports_line(node: ast.AST) -> bool:
 
 
 @pytest.mark.medium
+def test_no_module_imports_a_command() -> None:
+    commands = {f"marin_rl.{path.stem}" for path in PACKAGE.glob("[!_]*.py")} - {"marin_rl.types"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                package = node.module if isinstance(node, ast.ImportFrom) else None
+                names = {f"{package}.{one.name}" if package else one.name for one in node.names} | {package}
+                assert not names & commands, path
+
+
+@pytest.mark.medium
 def test_only_one_module_depends_on_versions() -> None:
     files = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     found = {name: list(questions(source)) for name, source in files.items() if name != SEAM}

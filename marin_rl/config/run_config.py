@@ -8,6 +8,7 @@ Levanter takes seconds to import, so the types of its sections are deferred: a c
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -119,12 +120,18 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     def __post_init__(self) -> None:
         check_fields(self)
         is_read = NOT_READ not in (self.optimizer, self.model, self.trainer.tracker)
-        problems: list[str] = self._section_problems() if is_read else []
+        problems: list[str] = []
+        if is_read:
+            # Imported here because levanter takes seconds to import.
+            from marin_rl.learner.levanter_checks import section_problems
+
+            problems = section_problems(self)
         if problems:
             raise ConfigError(*problems)
-        for check in (*self.checks, *(self.levanter_checks if is_read else ())):
+        own = [functools.partial(check, self) for check in self.checks]
+        for check in (*own, *(self.levanter_checks() if is_read else ())):
             try:
-                problems += check(self)
+                problems += check()
             except ValueError as error:
                 problems += str(error).splitlines()
         if problems:
@@ -135,17 +142,21 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
         """Checks of the settings without levanter's sections."""
         return RUN_CHECKS
 
-    @property
-    def levanter_checks(self) -> tuple[Check, ...]:
+    def levanter_checks(self) -> list[Callable[[], Iterable[str]]]:
         """Checks of levanter's sections, which need levanter."""
-        from marin_rl.config.levanter_checks import LEVANTER_CHECKS
+        from marin_rl.learner import levanter_checks as checks
 
-        return LEVANTER_CHECKS
-
-    def _section_problems(self) -> list[str]:
-        from marin_rl.config.levanter_checks import section_problems
-
-        return section_problems(self)
+        model, sizes, optimizer = self.model, self.rows.sizes, self.optimizer
+        of_model = [] if model is None else [lambda: checks.check_architecture(model, sizes, self.trainer)]
+        if model is not None and (lora := self.lora) is not None:
+            of_model.append(lambda: checks.check_adapter(model, lora))
+        return [
+            *of_model,
+            lambda: checks.check_optimizer(optimizer),
+            lambda: checks.check_row_length(model, sizes, self.context_shards),
+            *([] if model is None else [lambda: checks.check_export(model, sizes)]),
+            lambda: checks.check_schedule(optimizer, self.num_updates),
+        ]
 
     @property
     @abc.abstractmethod
@@ -186,21 +197,6 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     def needs_initial_policy(self) -> bool:
         """Whether a run needs the weights in its checkpoint of step 0."""
         return False
-
-    @property
-    def own_scorings(self) -> float:
-        """How often a step scores its batch with the trained weights, on average."""
-        return 0.0
-
-    @property
-    def scores_data(self) -> bool:
-        """Whether rows of data are scored, outside of updates."""
-        return False
-
-    @property
-    def passes_per_step(self) -> int:
-        """How often a step trains on its batch."""
-        return 1
 
     @property
     def stop_texts(self) -> tuple[str, ...]:

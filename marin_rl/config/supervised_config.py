@@ -101,11 +101,6 @@ class AbstractSupervisedConfig(AbstractRunConfig):
     """Evaluation on held-out rows."""
 
     @property
-    def scores_data(self) -> bool:
-        """Whether rows of data are scored, outside of updates."""
-        return self.trains_on_pairs or self.source.holds_out
-
-    @property
     def source(self) -> DataConfig:
         """Source of the data."""
         return getattr(self, self.source_key)

@@ -5,7 +5,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import marin_rl.objectives.gae
@@ -135,12 +135,14 @@ class TrainConfig(AbstractRunConfig):
         """Checks of the settings without levanter's sections."""
         return CHECKS
 
-    @property
-    def levanter_checks(self) -> tuple[Check, ...]:
+    def levanter_checks(self) -> list[Callable[[], Iterable[str]]]:
         """Checks of levanter's sections, which need levanter."""
-        from marin_rl.config.levanter_checks import LEVANTER_CHECKS, check_teacher_context
+        from marin_rl.learner.levanter_checks import check_context
 
-        return *LEVANTER_CHECKS, check_teacher_context
+        checks, model, max_length = AbstractRunConfig.levanter_checks(self), self.model, self.rollouts.max_length
+        contexts = [part.context for part in self.reference.parts if isinstance(part, PolicyReferenceConfig)]
+        more = max((context.max_tokens for context in contexts if context is not None), default=0)
+        return checks if model is None else [*checks, lambda: check_context(model, max_length, more)]
 
     @property
     def rows(self) -> AbstractRowConfig:
@@ -186,19 +188,6 @@ class TrainConfig(AbstractRunConfig):
     def needs_teacher(self) -> bool:
         """Whether the reference teaches in the updates."""
         return self.kl.needs_teacher
-
-    @property
-    def own_scorings(self) -> float:
-        """How often a step scores its rollouts with the trained weights, on average: see `BatchBuilder`."""
-        if self.critic is not None or self.off_policy_correction.needs_sampling_logprobs:
-            return 1.0
-        store = self.rollout_store
-        return 1 / store.every if store.learner_logprobs and store.every else 0.0
-
-    @property
-    def passes_per_step(self) -> int:
-        """How often a step trains on its rollouts."""
-        return self.updates.epochs
 
     @property
     def needs_initial_policy(self) -> bool:

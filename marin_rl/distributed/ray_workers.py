@@ -22,13 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import SlicePlacementGroup
 
 from marin_rl.config.input_files import Inputs
+from marin_rl.config.ray_cluster import check_own_node, find_cluster, no_cluster, ray_version
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import CPU, GPU, TPU, WorkersConfig, parse_worker_slice
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
-from marin_rl.distributed.ray_cluster import check_own_node, find_cluster, no_cluster, ray_version
 from marin_rl.distributed.ray_node import connect, connected_to_local_node
-from marin_rl.distributed.worker import run_worker
 from marin_rl.utils.logs import log_to, module_levels
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
 from marin_rl.utils.storage import storage_path
@@ -45,10 +44,16 @@ _CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Shape of the chips of a process, by their number."""
 
 
+RunWorker = Callable[[TrainConfig, Inputs, int, str, str, CoordinatorClient, str], None]
+"""Runs a worker; its arguments are the fields of `RayWorker`, and a client of the coordinator."""
+
+
 @dataclasses.dataclass
 class RayWorker:
     """Ray actor of a rollout worker."""
 
+    run_worker: RunWorker
+    """Runs the worker until the run ends."""
     config: str
     """Config of the run, as YAML."""
     inputs: Inputs
@@ -72,16 +77,17 @@ class RayWorker:
         with log_to(file, config.log_level.number, module_levels(config.logging)):
             open_only_reserved(config.workers.reserved, os.environ)
             client = CoordinatorClient(ray.get_actor(self.coordinator), config.workers.no_progress_timeout)
-            run_worker(config, self.inputs, self.vocab_size, self.base, self.secret, client, self.name)
+            self.run_worker(config, self.inputs, self.vocab_size, self.base, self.secret, client, self.name)
 
 
 @contextlib.contextmanager
 def ray_workers(
-    config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str
+    run_worker: RunWorker, config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str
 ) -> Iterator[CoordinatorClient]:
     """Start coordinator and workers, and stop them at the end of the block.
 
     Args:
+        run_worker: runs a worker in its process.
         config: number of workers, and the cluster to join.
         inputs: checksums of the trainer's input files.
         vocab_size: vocabulary size of the model.
@@ -120,7 +126,8 @@ def ray_workers(
         def start(index: int, place: PlacementGroupSchedulingStrategy | None = None) -> None:
             options = ray_options(workers.reserved) | ({} if place is None else {"scheduling_strategy": place})
             worker = _actor(RayWorker, max_task_retries=-1, **options)
-            actors.append(worker.remote(to_yaml(config), inputs, vocab_size, base, secret, f"worker-{index}", name))
+            of_all = run_worker, to_yaml(config), inputs, vocab_size, base, secret
+            actors.append(worker.remote(*of_all, f"worker-{index}", name))
             running[f"worker-{index}"] = actors[-1].run.remote()
 
         client = CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT)

@@ -32,7 +32,6 @@ class RolloutSource(Protocol):
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Submit requests."""
-        ...
 
     def wait(self, timer: PhaseTimer, stop_requested: Callable[[], bool] = lambda: False) -> Sequence[FinishedGroup]:
         """Wait until at least one group is finished; the groups are equal in all training processes.
@@ -43,22 +42,18 @@ class RolloutSource(Protocol):
         Raises:
             StopRequestedError: in all training processes, if one of them was asked to stop.
         """
-        ...
 
     def publish(self, model: object, version: WeightVersion) -> None:
         """Use these weights for later groups, as soon as they have reached the samplers.
 
         The model is a tree of arrays that may be donated after this call. `version` is the number of training steps.
         """
-        ...
 
     def flush(self) -> None:
         """Wait until the published weights have left all training processes."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this step."""
-        ...
 
 
 def group_inputs(requests: Sequence[GroupRequest], seed: int) -> list[GroupInput]:

@@ -20,6 +20,7 @@ from marin_rl.learner.critic import ActorCritic, assemble, policy_of
 from marin_rl.learner.divergence import token_divergences
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import Frozen
+from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import ExactKlConfig, KlConfig, NoKlConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
@@ -143,6 +144,10 @@ class RlLoss:
             total = total + self.critic.coefficient * value_part
             metrics |= {"loss/value_avg": _sum(value_part), "val/clipfrac_avg": _mean(clipped, mask)}
         return total, metrics
+
+
+TOKEN_MEAN = TokenMeanConfig()
+"""Aggregation of `cross_entropy_loss`: the mean over tokens."""
 
 
 def cross_entropy_loss(block_size: int) -> RlLoss:

@@ -27,6 +27,8 @@ from marin_rl.utils.devices.sharding import check_sharding
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 T = TypeVar("T")
+TrainedPolicy = LmHeadModel | Adapter
+"""The trained part of a policy: all of it, or its adapter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class PolicySpec:
         return None if self.lora is None else eqx.filter_eval_shape(self.trainer.mp.cast_to_compute, self.policy)
 
     @functools.cached_property
-    def trained_policy(self) -> LmHeadModel | Adapter:
+    def trained_policy(self) -> TrainedPolicy:
         """Shapes and dtypes of the trained part of the policy: its adapter, or all of it.
 
         Raises:
@@ -76,7 +78,7 @@ class PolicySpec:
         return eqx.filter_eval_shape(self._init_adapter, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
 
     @functools.cached_property
-    def trained(self) -> LmHeadModel | Adapter | ActorCritic:
+    def trained(self) -> TrainedPolicy | ActorCritic:
         """Shapes and dtypes of all trained parameters; raises like `trained_policy`."""
         return self.trained_policy if self.critic is None else eqx.filter_eval_shape(self._attach, self.trained_policy)
 
@@ -89,12 +91,12 @@ class PolicySpec:
         )
 
     @property
-    def _attach(self) -> Callable[[LmHeadModel | Adapter], ActorCritic]:
+    def _attach(self) -> Callable[[TrainedPolicy], ActorCritic]:
         trainer, critic, whole = self.trainer, self.critic, self.policy
         assert critic is not None
 
         # Not a method, which jax would hash together with the configs.
-        def attach(policy: LmHeadModel | Adapter) -> ActorCritic:
+        def attach(policy: TrainedPolicy) -> ActorCritic:
             if isinstance(policy, Adapter):
                 # The critic shares the trunk, so that it takes only an axis from the model.
                 return trainer.mp.cast_to_param(dataclasses.replace(with_critic(critic, whole), policy=policy))
@@ -116,7 +118,7 @@ class PolicySpec:
         if self.lora is not None and self.lora.adapter is not None:
             check_peft_adapter(self.lora.adapter, self.policy, cast(Adapter, self.trained_policy))
 
-    def attach_critic(self, policy: LmHeadModel | Adapter) -> LmHeadModel | Adapter | ActorCritic:
+    def attach_critic(self, policy: TrainedPolicy) -> TrainedPolicy | ActorCritic:
         """Return the parameters to train: the policy's alone or with a new critic, sharded like the policy.
 
         The policy's arrays become part of the result.
@@ -160,7 +162,7 @@ class PolicySpec:
         """
         check_sharding(self.policy, self.trainer.device_mesh.shape, [self.trainer.parameter_axis_mapping])
 
-    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel | Adapter:
+    def restore_policy(self, checkpoint: Checkpoint) -> TrainedPolicy:
         """Load the trained part of the policy of a checkpoint, without critic and optimizer state.
 
         Raises:
@@ -170,7 +172,7 @@ class PolicySpec:
         self.check_mesh()
         return checkpoint.restore(self.trained_policy, self.trainer, self.policy_path)
 
-    def restore_trained(self, checkpoint: Checkpoint) -> LmHeadModel | Adapter | ActorCritic:
+    def restore_trained(self, checkpoint: Checkpoint) -> TrainedPolicy | ActorCritic:
         """Load the trained part of the policy, with the critic if there is one; raises like `restore_policy`."""
         self.check_mesh()
         return checkpoint.restore(self.trained, self.trainer, "model")

@@ -14,7 +14,11 @@ from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import policy_activations, token_logprobs
 from marin_rl.learner.train_step import Frozen
+from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import PreferenceLossConfig, pair_sums, preference_metrics
+
+PAIR_MEAN = SequenceMeanConfig()
+"""Aggregation of the loss: the mean over the answers of all pairs."""
 
 
 @dataclasses.dataclass(frozen=True)

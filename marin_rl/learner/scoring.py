@@ -3,6 +3,7 @@
 
 """Log-probabilities and values of rollouts under given weights, without a gradient."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -19,12 +20,14 @@ from marin_rl.batching.attention_kernel import attention_kernel
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import RlExample, pack_batch
 from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
+from marin_rl.batching.row_sizes import TOKENS_PER_MICROBATCH
 from marin_rl.batching.rows import Rows
 from marin_rl.learner.critic import ActorCritic, policy_of
-from marin_rl.learner.logprobs import entropy, is_most_likely, policy_activations, token_logprobs
+from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE, entropy, is_most_likely, policy_activations, token_logprobs
 from marin_rl.learner.placement import place_batch, placed_shape, stack_microbatches, take_microbatch
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import compiler_options
+from marin_rl.models.lora import merge_adapter
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import own_rows, platform_of
@@ -192,3 +195,27 @@ def sequence_scorer(
         return [part.tolist() for part in batch.actions(scorer.score(model, batch).logprobs)]
 
     return score
+
+
+def prompt_scorer(
+    model: LmHeadModel, trainer: TrainerConfig, max_context: int, pad_token_id: int
+) -> Callable[[Sequence[tuple[int, ...]]], list[list[float]]]:
+    """Return a function that computes the log-probs of the tokens of each prompt after the first, at temperature 1.
+
+    Args:
+        model: the weights.
+        trainer: mesh, precision and sharding.
+        max_context: maximum number of tokens of a prompt.
+        pad_token_id: token id of padding.
+    """
+    platform = platform_of(trainer)
+    score = sequence_scorer(
+        model.config,
+        trainer,
+        max_context,
+        pad_token_id=pad_token_id,
+        temperature=1.0,
+        block_size=LOGPROB_BLOCK_SIZE[platform],
+        tokens=TOKENS_PER_MICROBATCH[platform],
+    )
+    return functools.partial(score, merge_adapter(model))

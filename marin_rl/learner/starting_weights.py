@@ -15,7 +15,7 @@ from marin_rl.learner.policy_model import (
     initialize_policy,
     load_hf_policy,
 )
-from marin_rl.models.hf_config import PolicyModelError
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import RunDirectory, exported_step
@@ -125,6 +125,11 @@ def hf_folder(source: str, key: str = "initialize_from") -> str:
     copy = local_copy(folder, user_cache("weights"))
     logger.info("%s is copied to %s", folder, copy)
     return str(copy)
+
+
+def stored_vocab_size(source: str) -> int:
+    """Return the number of tokens of weights in `initialize_from`, which may be padded; raises like `hf_folder`."""
+    return read_hf_config(hf_folder(source)).vocab_size
 
 
 def hf_location(source: str, key: str = "initialize_from") -> str:

@@ -23,13 +23,12 @@ from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
-from marin_rl.learner.policy_spec import PolicySpec
+from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
 from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.lora import Adapter
 from marin_rl.models.peft_format import load_peft_adapter
-from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
@@ -168,6 +167,21 @@ class AbstractModelParts(abc.ABC):
     def whole_rollouts(self) -> bool:
         """Whether all sequences of a rollout must be in one microbatch."""
 
+    @property
+    def own_scorings(self) -> float:
+        """How often a step scores its batch with the trained weights, on average."""
+        return 0.0
+
+    @property
+    def scores_data(self) -> bool:
+        """Whether rows of data are scored, outside of updates."""
+        return False
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a step trains on its batch."""
+        return 1
+
     @functools.cached_property
     def kernel(self) -> AttentionKernel:
         """Attention kernel of the learner."""
@@ -250,7 +264,7 @@ class AbstractModelParts(abc.ABC):
         """Return the model of trained weights: they themselves, or an adapter with its base."""
         return assemble(trained, self.base)
 
-    def first_policy(self) -> LmHeadModel | Adapter:
+    def first_policy(self) -> TrainedPolicy:
         """Load or initialize the trained part of the policy.
 
         Raises:
@@ -273,21 +287,7 @@ class AbstractModelParts(abc.ABC):
         """Return the shapes of the run's weights, for a vocabulary size of the model."""
         return PolicySpec(self.model, vocab_size, self.trainer, self.config.trained_critic, self.config.lora)
 
-    def saved_spec(self, checkpoint: Checkpoint) -> PolicySpec:
-        """Return the shapes of the weights in a checkpoint of the run."""
-        return self.policy_spec(int(checkpoint.progress["vocab_size"]))
-
-    def restore_policy(self, checkpoint: Checkpoint) -> LmHeadModel:
-        """Load the policy of a checkpoint of the run, with its base if it is an adapter.
-
-        Raises:
-            CheckpointError: if the checkpoint holds another model.
-            OtherBaseError: if `initialize_from` has other weights than at the start of the run.
-        """
-        self.check_base(checkpoint.progress.get("base", ""))
-        return self.assemble(self.saved_spec(checkpoint).restore_policy(checkpoint))
-
-    def first_state(self, policy: LmHeadModel | Adapter) -> TrainerState:
+    def first_state(self, policy: TrainedPolicy) -> TrainerState:
         """Return the training state before the first update.
 
         `policy` is the trained part of the first policy; its arrays become part of the state.

@@ -24,9 +24,9 @@ from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.scoring import SequenceScorer, sequence_scorer
 from marin_rl.learner.train_step import Frozen, Learner
-from marin_rl.learner.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.parts.model import AbstractModelParts, EqualStep, Lengths
+from marin_rl.parts.weight_reloader import WeightReloader, load_reload_function
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
@@ -265,6 +265,19 @@ class RunParts(AbstractModelParts):
         """Names of the arrays of a batch that not every loss reads."""
         needed = {"ce_weights": self.config.observation_loss is not None, "ref_kl_weights": self.config.needs_teacher}
         return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+    @property
+    def own_scorings(self) -> float:
+        """How often a step scores its rollouts with the trained weights, on average: see `BatchBuilder`."""
+        if self.config.critic is not None or self.config.off_policy_correction.needs_sampling_logprobs:
+            return 1.0
+        store = self.config.rollout_store
+        return 1 / store.every if store.learner_logprobs and store.every else 0.0
+
+    @property
+    def passes_per_step(self) -> int:
+        """How often a step trains on its rollouts."""
+        return self.config.updates.epochs
 
     def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
         """Return a step with rollouts of these lengths; None for the longest."""

@@ -13,10 +13,9 @@ from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
-from marin_rl.learner.loss import RlLoss, cross_entropy_loss
-from marin_rl.learner.preference_loss import PreferenceLoss
+from marin_rl.learner.loss import TOKEN_MEAN, RlLoss, cross_entropy_loss
+from marin_rl.learner.preference_loss import PAIR_MEAN, PreferenceLoss
 from marin_rl.learner.train_step import Frozen, Learner
-from marin_rl.objectives.aggregation import SequenceMeanConfig, TokenMeanConfig
 from marin_rl.parts.model import AbstractModelParts, EqualStep, Lengths
 from marin_rl.utils.devices.setup import own_rows
 from marin_rl.utils.devices.trainer_config import TrainerConfig
@@ -43,7 +42,7 @@ def pack_tokens(batch: RolloutBatch, layout: RowLayout, pad_token_id: int, rows:
     `rows` returns those of a microbatch that this process gets; None for all.
     """
     mask = batch.loss_mask
-    return pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=pad_token_id, own_rows=rows, ce_mask=mask)
+    return pack_batch(batch, TOKEN_MEAN, layout, pad_token_id=pad_token_id, own_rows=rows, ce_mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +69,11 @@ class SupervisedParts(AbstractModelParts):
     def whole_rollouts(self) -> bool:
         """Whether all sequences of a row of data must be in one microbatch."""
         return False
+
+    @property
+    def scores_data(self) -> bool:
+        """Whether rows of data are scored, outside of updates."""
+        return self.config.trains_on_pairs or self.config.source.holds_out
 
     def make_learner(self, layout: RowLayout, base: LmHeadModel | None, teacher: LmHeadModel | None = None) -> Learner:
         """Make a learner for batches in a layout; see `AbstractModelParts`."""
@@ -118,7 +122,7 @@ class PreferenceParts(SupervisedParts):
     def pack(self, batch: RolloutBatch) -> PackedBatch:
         """Pack a batch into microbatches, of which this process gets its rows. The loss is the mean over pairs."""
         pad, rows = self.tokenizer.pad_token_id, own_rows(self.trainer)
-        return pack_batch(batch, SequenceMeanConfig(), self.layout, pad_token_id=pad, own_rows=rows)
+        return pack_batch(batch, PAIR_MEAN, self.layout, pad_token_id=pad, own_rows=rows)
 
     @property
     def whole_rollouts(self) -> bool:

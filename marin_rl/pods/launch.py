@@ -7,12 +7,13 @@ import functools
 import shlex
 from collections.abc import Iterable, Sequence
 
-from marin_rl.config.command_line import TRAIN_FLAGS, check_command_line, parse_config
+from marin_rl.config.command_line import parse_config
 from marin_rl.pods.config import TpuConfig
 from marin_rl.pods.gcloud import run_gcloud
 from marin_rl.pods.local import LocalConfig, run_together, training_processes
 from marin_rl.pods.preflight import check_training
 from marin_rl.pods.tpu import LOG_LINES, Launch, open_launch
+from marin_rl.sessions.command import TRAIN_FLAGS, check_command_line
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.section_types import ConfigError

@@ -52,7 +52,7 @@ def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, flo
     layers, head = forward_flops(run, tokens, context, 0), forward_flops(run, 0, 0, answers)
     critic = config.trained_critic
     trunks = 1 if critic is None or critic.shared_trunk else 2
-    own, reference, epochs = config.own_scorings, config.needs_reference, config.passes_per_step
+    own, reference, epochs = run.parts.own_scorings, config.needs_reference, run.parts.passes_per_step
     passes = 3 if getattr(config.model, "gradient_checkpointing", True) is False else 4
     flops = {"update": epochs * (passes * trunks * layers + 4 * head)}
     if own or reference:

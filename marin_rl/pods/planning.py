@@ -8,9 +8,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from marin_rl.config.command_line import check_command_line
 from marin_rl.pods.chips import parse_topology
 from marin_rl.runs.run_directory import check_output
+from marin_rl.sessions.command import check_command_line
 from marin_rl.utils.output import escape
 from marin_rl.utils.settings.decode import ConfigError
 

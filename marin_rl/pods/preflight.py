@@ -114,8 +114,9 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
     """
     # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import RESUME_FLAGS, check_command_line, read_arguments
+    from marin_rl.config.command_line import read_arguments
     from marin_rl.config.sections import Mode
+    from marin_rl.sessions.command import RESUME_FLAGS, check_command_line
 
     environment_script(config.code)
     copied = {Path(name) for name in code_files(Path(config.code.folder))}
@@ -126,7 +127,7 @@ def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable
         if own and any("ray_address" in layer for layer in read_arguments(arguments, RESUME_FLAGS).layers()):
             raise ConfigError("rollout_slices is set, so the launch sets ray_address; remove it from the training")
         checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
-        from marin_rl.distributed.ray_cluster import check_ray
+        from marin_rl.config.ray_cluster import check_ray
 
         parsed = checked.complete().config
         files = [("--config", str(path)) for path in checked.arguments.config_paths]

@@ -24,13 +24,12 @@ from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlEx
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.weights.manifest import copy_program, named_leaves
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
-from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
 from marin_rl.parts.model import AbstractModelParts
 from marin_rl.parts.rl import RunParts
+from marin_rl.parts.teacher import teacher_spec
 from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
@@ -39,7 +38,7 @@ from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.sessions.recipes import recipe_of
-from marin_rl.training.references import teacher_spec
+from marin_rl.utils.devices.arrays import copy_program, named_leaves
 from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard
 
@@ -65,7 +64,8 @@ class RunShapes:
     @property
     def rl(self) -> TrainConfig:
         """Config of an RL run, for the programs that other runs do not have."""
-        return cast(TrainConfig, self.config)
+        assert isinstance(self.config, TrainConfig)
+        return self.config
 
     @property
     def num_layers(self) -> int:
@@ -83,7 +83,7 @@ class RunShapes:
         return self.spec.policy
 
     @functools.cached_property
-    def sent(self) -> LmHeadModel | Adapter:
+    def sent(self) -> TrainedPolicy:
         """Shapes and shardings of the trained part of the policy, which workers receive."""
         return self.spec.place(self.spec.trained_policy)
 
@@ -98,7 +98,7 @@ class RunShapes:
         return assemble(self.sent, self.base)
 
     @functools.cached_property
-    def trained(self) -> LmHeadModel | Adapter | ActorCritic:
+    def trained(self) -> TrainedPolicy | ActorCritic:
         """Shapes and shardings of all trained parameters: of the policy, and of the critic if there is one."""
         return self.spec.place(self.spec.trained)
 
@@ -207,7 +207,7 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
     scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
-    model = assemble(run.trained if run.config.own_scorings else run.sent, run.base)
+    model = assemble(run.trained if run.parts.own_scorings else run.sent, run.base)
     return scorer.lower(model, [_batch(run.layout)])
 
 
@@ -273,23 +273,25 @@ UNROLLED = ("sampler weights", "resharding", "prefill", "short prefill", "decode
 """Programs with one copy of the code per layer."""
 
 
-def programs_of(config: AbstractRunConfig, hosts: int) -> list[str]:
+def programs_of(parts: AbstractModelParts, hosts: int) -> list[str]:
     """Return the names of the programs that a run executes, in the order of `LOWER`.
 
     Args:
-        config: config of the run.
+        parts: parts of the run, which need no devices.
         hosts: number of hosts of the trainer.
 
     >>> from marin_rl.environments import ArithmeticConfig
     >>> from levanter.models.llama import LlamaConfig
-    >>> programs_of(TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig()), hosts=1)
+    >>> config = TrainConfig(environment=ArithmeticConfig(), run_dir="runs/a", model=LlamaConfig())
+    >>> programs_of(RunParts(config, config.trainer), hosts=1)
     ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
     """
-    builtin = config.samples and isinstance(cast(TrainConfig, config).sampler, LevanterSamplerConfig)
+    config = parts.config
+    builtin = isinstance(config, TrainConfig) and isinstance(config.sampler, LevanterSamplerConfig)
     needed = {
         "initial state": True,
         "update": True,
-        "score": config.needs_reference or config.own_scorings > 0 or config.scores_data,
+        "score": config.needs_reference or parts.own_scorings > 0 or parts.scores_data,
         "sampler weights": builtin,
         "resharding": builtin and hosts > 1 and not config.is_async,
         "prefill": builtin,

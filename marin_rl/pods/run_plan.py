@@ -14,18 +14,17 @@ from marin_rl.batching.packing import choose_layout, count_microbatches
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.starting_weights import hf_folder
-from marin_rl.models.hf_config import read_hf_config
+from marin_rl.learner.starting_weights import stored_vocab_size
 from marin_rl.parts.model import Lengths
 from marin_rl.parts.rl import RunParts
+from marin_rl.parts.teacher import teacher_spec
 from marin_rl.pods.absent_devices import absent_devices
 from marin_rl.pods.chips import GIB, Chip, Number, Topology
 from marin_rl.pods.compiling import CompileFailure, ProgramMemory, chip_bytes, compile_program, memory_remedy
 from marin_rl.pods.least_time import StepSize, sampler_seconds, trainer_seconds
 from marin_rl.pods.programs import UNROLLED, RunShapes, open_shapes, programs_of
 from marin_rl.sessions.earlier_run import resolve_model
-from marin_rl.tokenization.load import TokenizerLoadError
-from marin_rl.training.references import teacher_spec
+from marin_rl.sessions.recipes import recipe_of
 from marin_rl.utils.devices.sharding import check_sharding
 
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
@@ -133,7 +132,7 @@ def make_plan(
         _check_workers(is_async, worker_topology)
     worker_topology = (worker_topology or topology.local()) if is_async else None
     jax.config.update("jax_enable_compilation_cache", topology.chip.platform == "cpu")
-    names = programs_of(config, topology.num_hosts)
+    names = programs_of(recipe_of(config).parts(config, config.trainer), topology.num_hosts)
     on_host = [name for name in names if name in (UNROLLED if is_async else ON_ONE_HOST)]
     of_worker: dict[str, float] = {}
     with absent_devices(topology):
@@ -329,8 +328,6 @@ def complete_model(config: ConfigT, vocab_size: int | None) -> tuple[ConfigT, in
     if vocab_size is not None:
         return config, vocab_size
     try:
-        return config, config.tokenizer.build().vocab_size if start is None else read_hf_config(
-            hf_folder(start)
-        ).vocab_size
-    except (TokenizerLoadError, ValueError) as error:
+        return config, config.tokenizer.build().vocab_size if start is None else stored_vocab_size(start)
+    except ValueError as error:
         raise ValueError(f"{error}; or give the number of tokens with --vocab_size") from error

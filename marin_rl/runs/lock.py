@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.runs.run_directory import RunDirectory
-from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.retry import Clock
+from marin_rl.utils.storage import writing
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.runs.run_directory import write_atomically
-from marin_rl.utils.errors import RunDirectoryError, writing
-from marin_rl.utils.storage import FileDigest, StoragePath
+from marin_rl.utils.errors import RunDirectoryError
+from marin_rl.utils.storage import FileDigest, StoragePath, writing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,21 +27,19 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from marin_rl.utils.errors import RunDirectoryError, UserError, nearest, writing
+from marin_rl.utils.errors import RunDirectoryError, UserError, nearest
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.checks import ConfigSection
 from marin_rl.utils.settings.fields import flatten, is_within
 from marin_rl.utils.settings.yaml_text import MAX_YAML_BYTES, parse_yaml
-from marin_rl.utils.storage import StoragePath, check_small, read_small, storage_path, write_bytes
+from marin_rl.utils.storage import StoragePath, check_small, read_small, storage_path, write_bytes, writing
 
 EXPORTED_STEP = "training_step.json"
 """File in `hf/` with the step of the weights."""
-
-
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of an adapter in the format of PEFT."""
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last."""
-
-
 OWN_NAMES = frozenset(
     [
         *("config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "hf", "log.txt", "curves.png", "profile"),
@@ -322,7 +320,7 @@ def mistaken_for(path: StoragePath) -> str | None:
                 return "it is a run directory; give it as --run"
             step = "" if step_of(path) is None else f" --step {step_of(path)}"
             return f"it is a part of a run; give --run {str(run.path)!r}{step}"
-    if (path / "adapter_config.json").is_file():
+    if (path / ADAPTER_CONFIG).is_file():
         return "it is an adapter, not a whole model; give its run as --run, or export that without --adapter"
     if (path / "config.json").is_file():
         return "it is a model in Hugging Face format; give it as --model, which serve, tinker and chat have"

@@ -46,6 +46,11 @@ class Checkpoint:
     """Size and checksum of every file, by name."""
 
     @property
+    def vocab_size(self) -> int:
+        """Vocabulary size of the model."""
+        return int(self.progress["vocab_size"])
+
+    @property
     def folder_of_files(self) -> StoragePath:
         """Folder of all files except the manifest."""
         return self.path / self.folder if self.folder else self.path

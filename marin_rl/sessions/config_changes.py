@@ -26,7 +26,6 @@ from levanter.optim.config import OptimizerConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer_state import init_optimizer_for_trainables
 
-from marin_rl.config.commands import config_class
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_spec import PolicySpec
@@ -46,10 +45,11 @@ from marin_rl.runs.run_directory import (
 from marin_rl.runs.saved_checkpoint import read_manifest
 from marin_rl.sessions.earlier_run import read_config, require_rl
 from marin_rl.training.run_state import Progress
-from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.fields import changeable_keys, flatten, is_within, keys_changeable_by_name
 from marin_rl.utils.settings.yaml_text import load_yaml, parse_value, parse_yaml
+from marin_rl.utils.storage import writing
 
 NOT_SET = "not set"
 
@@ -222,13 +222,13 @@ def _require_possible(
     late = _without_effect(rest, config.num_steps)
     unnamed = [change for change in rest if not _is_named(change.key, named) and change not in (*short, *late)]
     problems = [
-        *([_cannot_change(directory, fixed)] if fixed else []),
+        *([_cannot_change(directory, config, fixed)] if fixed else []),
         *(_too_short(change, late) for change in short),
         *([_name_them(unnamed)] if unnamed else []),
     ]
     optimizer = [change for change in rest if is_within(change.key, ["optimizer"])]
     if not problems and optimizer and (difference := state_difference()):
-        problems = [_cannot_change(directory, optimizer, f" ({difference})")]
+        problems = [_cannot_change(directory, config, optimizer, f" ({difference})")]
     elif late and not short:
         problems.append(_too_late(late))
     if problems:
@@ -244,15 +244,17 @@ def _is_named(key: str, named: Collection[str]) -> bool:
     return is_within(key, named) or any(is_within(name, [key]) for name in named)
 
 
-def _cannot_change(directory: RunDirectory, changes: Sequence[Change], reason: str = "") -> str:
+def _cannot_change(
+    directory: RunDirectory, config: AbstractRunConfig, changes: Sequence[Change], reason: str = ""
+) -> str:
     names = _listed([change.key for change in changes])
     return (
         f"{names} cannot change in a run{reason}; make {'it' if len(changes) == 1 else 'them'} equal to resume that "
-        f"run, or {_another_run(directory, changes[0].step)}"
+        f"run, or {_another_run(directory, config, changes[0].step)}"
     )
 
 
-def _another_run(directory: RunDirectory, newest: int) -> str:
+def _another_run(directory: RunDirectory, config: AbstractRunConfig, newest: int) -> str:
     """The options that start another run, from the weights of this one if it has any."""
     run, weights = shlex.quote(str(directory.path)), shlex.quote(str(directory.path))
     if not any(directory.checkpoints.glob("step-*")):
@@ -261,10 +263,9 @@ def _another_run(directory: RunDirectory, newest: int) -> str:
     if exported_step(directory) != newest:
         weights = "WEIGHTS"
         export = f"python -m marin_rl.export --run {run} --output WEIGHTS, and then "
-    samples = config_class(parse_yaml(read_config_text(directory), str(directory.config))).samples
     return (
         f"choose another run_dir; to start it from the weights of this run: {export}--run_dir NEW --initialize_from "
-        f"{weights}{' --warm_start.max_steps 0' if samples else ''}"
+        f"{weights}{' --warm_start.max_steps 0' if config.samples else ''}"
     )
 
 

@@ -12,13 +12,12 @@ from typing import ParamSpec, TypeVar
 
 from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.ray_cluster import check_ray
 from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.data.dataset import describe as describe_data
-from marin_rl.distributed.ray_cluster import check_ray
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.dataset import DatasetConfig
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
@@ -56,7 +55,7 @@ from marin_rl.training import evaluation, warm_start
 from marin_rl.training.open_run import read_progress
 from marin_rl.training.references import check_reference
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles, compare_on_resume
-from marin_rl.training.supervised_run import read_data, small_held_out
+from marin_rl.training.supervised_run import describe_data, read_data
 from marin_rl.types import Task
 from marin_rl.utils.devices.setup import microbatch_rows
 from marin_rl.utils.errors import USER_ERRORS, Closing, describe
@@ -198,10 +197,11 @@ def dry_run_supervised(
     if tokenizer is None or (read := found.attempt(read_data, resolved)) is None:
         return found.problems
     config, data = read
-    found.line("data", describe_data(data))
+    described, warnings = describe_data(data)
+    found.line("data", described)
     if data.train.unused:
         report(f"columns not used: {_shown_columns(data.train.unused)}")
-    found.warnings += small_held_out(data)
+    found.warnings += warnings
     weights = config.initialize_from, config.model
     vocab_size = found.attempt(check_first_policy, *weights, tokenizer, config.trainer)
     if vocab_size is not None and config.model is not None:

@@ -9,19 +9,24 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from marin_rl.config.commands import config_class
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.hf_export import WeightParts
 from marin_rl.learner.policy_model import read_hf_architecture, save_hf_folder
 from marin_rl.learner.starting_weights import hf_folder, is_hub_name, tokenizer_of
-from marin_rl.models.peft_format import CONFIG as PEFT_CONFIG
 from marin_rl.runs.checkpoint import Checkpoints
-from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, open_with_checkpoint, read_config_text
+from marin_rl.runs.run_directory import (
+    ADAPTER_CONFIG,
+    EXPORTED_STEP,
+    RunDirectory,
+    open_with_checkpoint,
+    read_config_text,
+)
 from marin_rl.runs.saved_checkpoint import Checkpoint
+from marin_rl.sessions.recipes import config_class
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
@@ -33,7 +38,7 @@ from marin_rl.utils.storage import StoragePath, replace_folder, storage_path, up
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)
 
-MARKERS = ("config.json", PEFT_CONFIG)
+MARKERS = ("config.json", ADAPTER_CONFIG)
 """Files that are written last, so that an export in an object store is complete if it has one."""
 
 
@@ -67,8 +72,8 @@ def require_rl(config: AbstractRunConfig, run: str, purpose: str) -> TrainConfig
     Raises:
         RunDirectoryError: if the run is one of supervised training.
     """
-    if config.samples:
-        return cast(TrainConfig, config)
+    if isinstance(config, TrainConfig):
+        return config
     raise RunDirectoryError(
         f"{run!r} is a run of marin_rl.{config.command}, which has no environment and no rollouts, so "
         f"{purpose}; serve it with python -m marin_rl.serve --run, or start RL from it with initialize_from"

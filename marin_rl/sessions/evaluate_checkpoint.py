@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from typing import Annotated
 
@@ -98,6 +99,7 @@ def _evaluate(config: EvaluateConfig, opened: contextlib.ExitStack) -> tuple[int
     from marin_rl.rollouts.metrics import FailureReports
     from marin_rl.sessions.earlier_run import load_run, require_rl, restore_checkpoint
     from marin_rl.training.evaluation import evaluate, first_of_each, reference_loss
+    from marin_rl.training.open_run import restore_policy
     from marin_rl.training.shared_run import check_shared_sampling, require_same_tasks
 
     given, checkpoints = load_run(config.run, config.step)
@@ -118,7 +120,7 @@ def _evaluate(config: EvaluateConfig, opened: contextlib.ExitStack) -> tuple[int
         checkpoints,
         config.step,
         digest_inputs(run, sections),
-        parts.restore_policy,
+        functools.partial(restore_policy, parts),
     )
     sampler = parts.open_group_sampler(model, step)
     require_same_tasks(parts.environment)

@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from marin_rl.config.command_line import merge_layers
-from marin_rl.config.commands import config_class
 from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.runs.lock import RunInUseError
-from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, exported_step, list_steps
-from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, explain, writing
-from marin_rl.utils.output import escape
+from marin_rl.runs.run_directory import EXPORTED_STEP, RunDirectory, check_output, exported_step, list_steps
+from marin_rl.sessions.recipes import config_class
+from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, explain
+from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import ConfigError
-from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes
+from marin_rl.utils.signals import interruptible
+from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes, writing
 from marin_rl.utils.user_code import MissingPackageError
 
 _PATH_ERRORS = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENXIO}
@@ -108,6 +109,29 @@ class JobResult:
     def can_be_retried(self) -> bool:
         """Whether another attempt may succeed."""
         return self.state == "interrupted" or (self.failure is not None and self.failure.retry)
+
+
+def attempt_to_file(job_file: Path, result_path: str) -> JobResult:
+    """Run a job, and write its result to a path or an address.
+
+    Raises:
+        ConfigError: if the result would replace the job, or has the name of a record.
+        OutputExistsError: if the file exists and is no result.
+    """
+    result_file = storage_path(result_path, "RESULT.json")
+    if isinstance(result_file, Path) and result_file.resolve() == job_file.resolve():
+        raise ConfigError(f"the job and the result are the same file, {str(job_file)!r}; give the result another name")
+    if result_file.name == JOB:
+        raise ConfigError(f"the result {result_path!r} has the name of a record in run directories; rename it")
+    check_output(result_file, "RESULT.json", b'"attempt": "')
+    result_file.parent.mkdir(parents=True, exist_ok=True)
+    # The result of a former attempt would count as that of this one, if this one is killed.
+    result_file.unlink(missing_ok=True)
+    go_on_without_output()
+    with interruptible():
+        result = attempt(job_file)
+        write_bytes(result_file, json.dumps(dataclasses.asdict(result), indent=2).encode() + b"\n")
+    return result
 
 
 def attempt(job_file: Path) -> JobResult:

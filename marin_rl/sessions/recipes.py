@@ -1,67 +1,75 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The recipe of each command that trains: the classes of its config and parts, its data, start and dry run."""
+"""The recipe of each command that trains, by the class of its config. A further command needs an entry here."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.parts.model import AbstractModelParts
-from marin_rl.parts.rl import RunParts
-from marin_rl.parts.supervised import PreferenceParts, SupervisedParts
-from marin_rl.sessions.dry_run import dry_run, dry_run_supervised
-from marin_rl.training.loop import AbstractRun
-from marin_rl.training.open_run import open_run
-from marin_rl.training.preference_run import open_preferences
-from marin_rl.training.supervised_run import open_supervised, read_data
+
+if TYPE_CHECKING:
+    from marin_rl.parts.model import AbstractModelParts
+    from marin_rl.training.loop import AbstractRun
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A command that trains."""
+    """How the runs of a command are started. Its config names the command, and the key that only its configs have."""
 
-    config: type[AbstractRunConfig]
-    """Class of its config, which names the command and the key that only its configs have."""
-    parts: type[AbstractModelParts]
+    parts: "type[AbstractModelParts]"
     """Class of the parts of a run."""
-    read: Callable[[Any], tuple[Any, Any]]
-    """Reads the data that decides the length of a run; returns the complete config, and the data for `open`."""
-    open: Callable[..., AbstractRun]
+    open: "Callable[..., AbstractRun]"
     """Starts or resumes a run, from the class of the parts, the config, the data and a `Start`."""
-    check: Callable[..., Sequence[str]]
-    """The dry run; see [`dry_run`][marin_rl.sessions.dry_run.dry_run]."""
+    read: Callable[[Any], tuple[Any, Any]] = lambda config: (config, None)
+    """Reads the data that decides the length of a run; returns the complete config, and the data for `open`."""
 
 
-RECIPES = (
-    Recipe(
-        TrainConfig,
-        RunParts,
-        read=lambda config: (config, None),
-        open=open_run,
-        check=dry_run,
-    ),
-    Recipe(
-        SftConfig,
-        SupervisedParts,
-        read=read_data,
-        open=open_supervised,
-        check=dry_run_supervised,
-    ),
-    Recipe(
-        DpoConfig,
-        PreferenceParts,
-        read=read_data,
-        open=open_preferences,
-        check=dry_run_supervised,
-    ),
-)
-"""Reinforcement learning, supervised fine-tuning, and direct preference optimization."""
+# The functions import levanter, which takes seconds, and which commands need only after their config is checked.
+
+
+def _train() -> Recipe:
+    """Reinforcement learning."""
+    from marin_rl.parts.rl import RunParts
+    from marin_rl.training.open_run import open_run
+
+    return Recipe(RunParts, open_run)
+
+
+def _sft() -> Recipe:
+    """Supervised fine-tuning."""
+    from marin_rl.parts.supervised import SupervisedParts
+    from marin_rl.training.supervised_run import open_supervised, read_data
+
+    return Recipe(SupervisedParts, open_supervised, read_data)
+
+
+def _dpo() -> Recipe:
+    """Direct preference optimization."""
+    from marin_rl.parts.supervised import PreferenceParts
+    from marin_rl.training.preference_run import open_preferences
+    from marin_rl.training.supervised_run import read_data
+
+    return Recipe(PreferenceParts, open_preferences, read_data)
+
+
+RECIPES: dict[type[AbstractRunConfig], Callable[[], Recipe]] = {TrainConfig: _train, SftConfig: _sft, DpoConfig: _dpo}
+"""The commands that train."""
 
 
 def recipe_of(config: AbstractRunConfig) -> Recipe:
     """Return the recipe of a config."""
-    return next(recipe for recipe in RECIPES if recipe.config is type(config))
+    return RECIPES[type(config)]()
+
+
+def config_class(values: Mapping[str, Any]) -> type[AbstractRunConfig]:
+    """Return the class of a config from its keys."""
+    return next((config for config in RECIPES if config.source_key in values), TrainConfig)
+
+
+def config_class_of(command: str) -> type[AbstractRunConfig]:
+    """Return the config class of a command."""
+    return next(config for config in RECIPES if config.command == command)

@@ -8,6 +8,7 @@ Times and memory are measured on synthetic rollouts: random tokens of given leng
 
 import dataclasses
 import functools
+import json
 import re
 import resource
 import statistics
@@ -20,17 +21,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.models.lm_model import LmConfig
 from levanter.trainer_state import TrainerState
 
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.command_line import Arguments, parse_arguments
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.learner.scoring import Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.models.lora import Adapter
 from marin_rl.parts.rl import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import holder
@@ -39,8 +40,8 @@ from marin_rl.runs.rollout_store import TRAINING, RolloutStoreConfig, list_files
 from marin_rl.runs.run_directory import RunDirectory, config_differences
 from marin_rl.runs.stored_rollout import COLUMNS, StoredGroups, TokenScores, groups_of_table
 from marin_rl.sessions.config_changes import read_config_of_step, values_of_step
-from marin_rl.sessions.earlier_run import read_config, require_rl
-from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference, make_batch_builder
+from marin_rl.sessions.earlier_run import read_config, require_rl, resolve_model
+from marin_rl.training.batch_builder import BatchBuilder, ScoreFunction, ScoreReference
 from marin_rl.training.loop import (
     TrainedStep,
     model_flops_utilization,
@@ -100,6 +101,25 @@ class ReplayedStep(NamedTuple):
         else:
             lines.append(f"{after} differ from the {of_step} by at most {self.weight_difference:.3g}")
         return "\n".join(lines)
+
+
+def replay(directory: RunDirectory, arguments: Arguments, run: str, step: int, *, as_json: bool) -> str:
+    """Replay a step with changes of the config, and return the result as lines or JSON; see `replay_step`."""
+    replayed = replay_step(directory, config_to_replay(directory, step, arguments), step)
+    values = {"run": run, "step": step, **replayed._asdict()}
+    return json.dumps(values) if as_json else replayed.describe(run, step)
+
+
+def replay_fake(
+    directory: RunDirectory | None, config: TrainConfig | None, arguments: Arguments, fake: str, *, as_json: bool
+) -> str:
+    """Train on synthetic rollouts with a config, or that of a run with changes; the result is as of `replay`."""
+    if directory is not None:
+        config = config_to_replay(directory, None, arguments)
+    assert config is not None
+    shape = parse_shape(fake, config.rollouts.max_length)
+    run = train_on_fake(resolve_model(config) if directory is None else config, shape)
+    return json.dumps(run._asdict()) if as_json else run.describe(shape.steps)
 
 
 def config_to_replay(directory: RunDirectory, step: int | None, arguments: Arguments) -> TrainConfig:
@@ -190,9 +210,9 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     parts = RunParts.start(dataclasses.replace(config, rollout_store=RolloutStoreConfig(every=0)))
     checkpoint = checkpoints.open(start)
     warn_of_changed_inputs(checkpoint, digest_inputs(original, ("tokenizer", IMPORTS)))
-    vocab_size = int(checkpoint.progress["vocab_size"])
+    vocab_size = checkpoint.vocab_size
     parts.check_base(checkpoint.progress.get("base", ""))
-    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
+    state = parts.policy_spec(checkpoint.vocab_size).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
     references = References(parts, functools.partial(_restore_initial, parts, checkpoints))
     learner = references.open_learner(vocab_size)
@@ -206,7 +226,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     difference = None
     if step in checkpoints.steps():
         after = checkpoints.open(step)
-        difference = largest_difference(state.model, parts.saved_spec(after).restore_trained(after))
+        difference = largest_difference(state.model, parts.policy_spec(after.vocab_size).restore_trained(after))
     return ReplayedStep(start, metrics, recorded, difference)
 
 
@@ -268,14 +288,14 @@ def _read_groups(
     return stored
 
 
-def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
+def _restore_initial(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy:
     if 0 not in checkpoints.steps():
         raise ReplayError(
             "kl or distillation needs the initial policy, but the run stored no reference_logprobs and kept no "
             "checkpoint of step 0; replay with --kl.type none, or start a run with kl: {type: none, watch: true}"
         )
     first = checkpoints.open(0)
-    return parts.saved_spec(first).restore_policy(first)
+    return parts.policy_spec(first.vocab_size).restore_policy(first)
 
 
 def _make_builder(
@@ -299,7 +319,7 @@ def _make_builder(
         else:
             read = functools.partial(_stored_scores, stored.scores, "reference_logprobs", None)
             score_reference = lambda step: read(step.batch).logprobs  # noqa: E731
-    return make_batch_builder(parts, score, score_reference)
+    return BatchBuilder(parts, score, score_reference)
 
 
 def _stored_scores(scores: Mapping[str, TokenScores], logprobs: str, model: Any, batch: RolloutBatch) -> Scores:
@@ -421,7 +441,7 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
         if config.kl.needs_teacher:
             learner = parts.make_learner(parts.layout, parts.base, parts.trainer.mp.cast_to_compute(copied))
     state, steps = parts.first_state(policy), []
-    builder = make_batch_builder(parts, parts.score, reference)
+    builder = BatchBuilder(parts, parts.score, reference)
     for number in range(1, 1 + shape.steps):
         trained, metrics = timed_step(parts.model, learner, builder, state, groups, number, vocab_size)
         state = trained.state

@@ -9,18 +9,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from levanter.models.lm_model import LmHeadModel
-
-from marin_rl.batching.row_sizes import TOKENS_PER_MICROBATCH
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_model import load_hf_policy
-from marin_rl.learner.scoring import sequence_scorer
-from marin_rl.models.lora import merge_adapter
+from marin_rl.learner.scoring import prompt_scorer
 from marin_rl.parts.model import AbstractModelParts
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
@@ -30,7 +25,8 @@ from marin_rl.sessions.earlier_run import load_run, restore_checkpoint
 from marin_rl.sessions.recipes import recipe_of
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.utils.devices.setup import platform_of, start_devices
+from marin_rl.training.open_run import restore_policy
+from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import max_positions
@@ -99,9 +95,9 @@ def load_policy(
             checkpoints,
             step,
             digest_inputs(config, ("tokenizer",)),
-            parts.restore_policy,
+            functools.partial(restore_policy, parts),
         )
-        rl = cast(TrainConfig, config) if config.samples else None
+        rl = config if isinstance(config, TrainConfig) else None
         context = choose_context(max_context, max_positions(model.config), rl.rollouts.max_length if rl else None)
         sampling = rl.sampling if rl else SamplingConfig(max_new_tokens=context - 1)
         max_turns = rl.rollouts.max_turns if rl else None
@@ -128,30 +124,6 @@ def load_policy(
 def open_parts(config: AbstractRunConfig) -> AbstractModelParts:
     """Start the devices of this process alone for the parts of an earlier run, maybe of another machine."""
     return recipe_of(config).parts.start(config, alone=True, of_other_machine=True)
-
-
-def prompt_scorer(
-    model: LmHeadModel, trainer: TrainerConfig, max_context: int, pad_token_id: int
-) -> Callable[[Sequence[tuple[int, ...]]], list[list[float]]]:
-    """Return a function that computes the log-probs of the tokens of each prompt after the first, at temperature 1.
-
-    Args:
-        model: the weights.
-        trainer: mesh, precision and sharding.
-        max_context: maximum number of tokens of a prompt.
-        pad_token_id: token id of padding.
-    """
-    platform = platform_of(trainer)
-    score = sequence_scorer(
-        model.config,
-        trainer,
-        max_context,
-        pad_token_id=pad_token_id,
-        temperature=1.0,
-        block_size=LOGPROB_BLOCK_SIZE[platform],
-        tokens=TOKENS_PER_MICROBATCH[platform],
-    )
-    return functools.partial(score, merge_adapter(model))
 
 
 def _stop_texts(folder: Path) -> tuple[str, ...]:

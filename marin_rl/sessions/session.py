@@ -20,9 +20,9 @@ from typing import Any, TextIO, cast
 import jax
 
 from marin_rl.config.command_line import ParsedConfig
+from marin_rl.config.ray_cluster import check_ray, find_cluster
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.ray_cluster import check_ray, find_cluster
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.learner.starting_weights import check_weight_files
@@ -37,6 +37,7 @@ from marin_rl.sessions.config_changes import (
     refuse_moved_runs,
 )
 from marin_rl.sessions.console import ProgressDisplay, describe_step, print_and_log, report_finished
+from marin_rl.sessions.dry_run import dry_run, dry_run_supervised
 from marin_rl.sessions.earlier_run import export_folder, read_config, resolve_model
 from marin_rl.sessions.recipes import recipe_of
 from marin_rl.sessions.step_records import StepRecords, check_trackers, open_profiler, open_records
@@ -45,12 +46,12 @@ from marin_rl.training.open_run import Start
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
-from marin_rl.utils.errors import Closing, UserError, explain, writing
+from marin_rl.utils.errors import Closing, UserError, explain
 from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.utils.logs import log_to, module_levels
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.yaml_text import to_yaml
-from marin_rl.utils.storage import storage_path
+from marin_rl.utils.storage import storage_path, writing
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
     def report(text: str) -> None:
         print(escape(text), flush=True)
 
-    problems = recipe_of(parsed.config).check(parsed.config, report, **choices)
+    check: Callable[..., list[str]] = dry_run if isinstance(parsed.config, TrainConfig) else dry_run_supervised
+    problems = check(parsed.config, report, **choices)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0
@@ -164,11 +166,10 @@ def run_session(
 
 def _required_cluster(config: AbstractRunConfig) -> str | None:
     """Return the address of the Ray cluster that must answer, and check that Ray is installed if it is needed."""
-    if not config.is_async:
+    if not isinstance(config, TrainConfig):
         return None
-    workers = cast(TrainConfig, config)
-    check_ray(workers.mode, workers.workers.tpu_slice)
-    return workers.ray_address
+    check_ray(config.mode, config.workers.tpu_slice)
+    return config.ray_address if config.is_async else None
 
 
 def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:

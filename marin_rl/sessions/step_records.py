@@ -24,11 +24,11 @@ from marin_rl.runs.metrics_file import append_record, format_record, read_record
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.training.loop import AbstractRun
 from marin_rl.utils.devices.trainer_config import TrainerConfig
-from marin_rl.utils.errors import Closing, UserError, install_command, writing
+from marin_rl.utils.errors import Closing, UserError, install_command
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.decode import encode
 from marin_rl.utils.settings.fields import flatten
-from marin_rl.utils.storage import AppendedFile, FileDigest, StoragePath, remove
+from marin_rl.utils.storage import AppendedFile, FileDigest, StoragePath, remove, writing
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64
 
-from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
+from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
-from marin_rl.config.sections import UpdateConfig
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
-from marin_rl.objectives.advantage_inputs import AdvantageConfig, AdvantageInputs, TokenAdvantages, sample_variance
-from marin_rl.objectives.aggregation import AggregationConfig
+from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
-from marin_rl.objectives.kl import MAX_LOG_RATIO, KlConfig, LossKlConfig
-from marin_rl.objectives.shaping import TruncationConfig
+from marin_rl.objectives.kl import MAX_LOG_RATIO, LossKlConfig
 from marin_rl.objectives.value_loss import explained_variance
 from marin_rl.parts.rl import RunParts
 from marin_rl.runs.stored_rollout import StoredAdvantages
@@ -74,48 +71,36 @@ ScoreFunction = Callable[[Any, RolloutBatch], Scores]
 """Computes log-probs and values of rollouts under the weights of a model."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BatchBuilder:
     """Computes the advantages and batches of a step."""
 
-    kl: KlConfig
-    """KL penalty in the reward."""
-    distillation: DistillationConfig | None = None
-    """Advantage of the tokens under the reference; None without it."""
-    advantage: AdvantageConfig
-    """Advantage estimator."""
-    off_policy_correction: OffPolicyCorrectionConfig
-    """Importance weights of the policy term."""
-    truncation: TruncationConfig
-    """Whether truncated rollouts have loss."""
-    aggregation: AggregationConfig
-    """Aggregation of token terms."""
-    updates: UpdateConfig
-    """Epochs and minibatches."""
-    has_critic: bool
-    """Whether the learner has a critic, which computes values."""
-    max_length: int
-    """Maximum number of tokens of a sequence."""
-    seed: int
-    """Seed of the run, which determines the minibatches."""
-    learns_without_advantages: bool = False
-    """Whether all loss tokens teach something: those of an exact divergence, or of such a policy term."""
-    updates_without_signal: bool = False
-    """Whether loss tokens that teach nothing have a gradient: that of a critic or a KL penalty in the loss."""
-    observation_loss: bool = False
-    """Whether observations have cross-entropy."""
-    layout: RowLayout
-    """Shape of a microbatch."""
-    pad_token_id: int
-    """Token id of padding."""
+    parts: RunParts
+    """Config, layout, tokenizer and mesh."""
     score: ScoreFunction
     """Scores rollouts with the learner's weights."""
-    score_reference: ScoreReference | None = None
+    score_reference: ScoreReference | None
     """Scores rollouts with the reference policy; None if nothing needs it."""
-    stores_logprobs: Callable[[int], bool] = lambda step: False
-    """Whether a step stores the learner's log-probs, which are then computed."""
-    own_rows: OwnRows | None = None
-    """Returns the rows of a microbatch that this process feeds; None for all."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Config of the run."""
+        return self.parts.config
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the learner has a critic, which computes values."""
+        return self.config.critic is not None
+
+    @property
+    def learns_without_advantages(self) -> bool:
+        """Whether all loss tokens teach something: those of an exact divergence, or of such a policy term."""
+        return self.config.kl.needs_teacher or not self.config.policy_loss.needs_advantage
+
+    @property
+    def updates_without_signal(self) -> bool:
+        """Whether loss tokens that teach nothing have a gradient: that of a critic or a KL penalty in the loss."""
+        return self.has_critic or (isinstance(self.config.kl, LossKlConfig) and self.config.kl.beta > 0)
 
     def build(
         self, groups: Sequence[RolloutGroup], model: Any, step: int, timer: PhaseTimer, average: Any = None
@@ -131,10 +116,10 @@ class BatchBuilder:
         """
         graded = [rollout for group in groups for rollout in group.rollouts if rollout.rewards]
         if not graded:
-            nothing = batch_rollouts([], max_length=self.max_length)
+            nothing = batch_rollouts([], max_length=self.config.rollouts.max_length)
             return TrainingBatch(nothing, {}, {"groups/no_signal": float(len(groups))})
         with timer.phase("batch"):
-            sampled = batch_rollouts(graded, max_length=self.max_length)
+            sampled = batch_rollouts(graded, max_length=self.config.rollouts.max_length)
         with timer.phase("reference"):
             scored, learner_logprobs = self._score(StepToScore(sampled, graded, model, average), step)
             corrected, mismatch = self._correct(scored, learner_logprobs)
@@ -144,19 +129,19 @@ class BatchBuilder:
                 k1 = corrected.policy_logprobs.astype(np.float64) - corrected.reference_logprobs
                 k1 = k1.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             metrics = self._reward_metrics(graded, None if k1 is None else corrected.actions(k1))
-            masked = [self.truncation.masks and rollout.status is RolloutStatus.TRUNCATED for rollout in graded]
+            masked = [self.config.truncation.masks and rollout.status is RolloutStatus.TRUNCATED for rollout in graded]
             batch = corrected.without_loss(np.flatnonzero(masked))
             self._warn_if_all_masked(batch, step)
-            penalties = np.zeros(batch.input_ids.shape) if k1 is None else self.kl.reward_penalty(k1)
-            computed = self.advantage.compute(_advantage_inputs(groups, batch, corrected.actions(penalties)))
+            penalties = np.zeros(batch.input_ids.shape) if k1 is None else self.config.kl.reward_penalty(k1)
+            computed = self.config.advantage.compute(_advantage_inputs(groups, batch, corrected.actions(penalties)))
             advantages = [
                 of_rollout
                 for group, of_group in zip(groups, computed, strict=True)
                 for rollout, of_rollout in zip(group.rollouts, of_group, strict=True)
                 if rollout.rewards
             ]
-            if self.distillation is not None:
-                advantages, measured = self._distill(self.distillation, batch, advantages)
+            if self.config.distillation is not None:
+                advantages, measured = self._distill(self.config.distillation, batch, advantages)
                 metrics |= measured
             batch = batch.with_advantages(advantages)
             if logger.isEnabledFor(logging.DEBUG):
@@ -181,23 +166,23 @@ class BatchBuilder:
             batch: rollouts of the step, with advantages.
             step: together with the run's seed, determines the assignment of rollouts to minibatches.
         """
-        updates, count = self.updates, len(batch.ids)
+        updates, count = self.config.updates, len(batch.ids)
         for epoch in range(updates.epochs):
             order = np.arange(count)
             if updates.per_step > 1:
-                seed = derive_seed(self.seed, "minibatches", step, epoch)
+                seed = derive_seed(self.config.seed, "minibatches", step, epoch)
                 order = np.random.default_rng(seed).permutation(count)
             for part in np.array_split(order, updates.minibatches):
                 minibatch = batch if updates.minibatches == 1 else batch.take(np.sort(part))
                 if self.have_signal(minibatch).any() or (self.updates_without_signal and minibatch.loss_mask.any()):
                     yield pack_batch(
                         minibatch,
-                        self.aggregation,
-                        self.layout,
-                        pad_token_id=self.pad_token_id,
-                        own_rows=self.own_rows,
-                        ce_mask=minibatch.observation_mask if self.observation_loss else None,
-                        ref_kl_mask=minibatch.loss_mask if self.kl.needs_teacher else None,
+                        self.config.aggregation,
+                        self.parts.layout,
+                        pad_token_id=self.parts.tokenizer.pad_token_id,
+                        own_rows=own_rows(self.parts.trainer),
+                        ce_mask=minibatch.observation_mask if self.config.observation_loss is not None else None,
+                        ref_kl_mask=minibatch.loss_mask if self.config.kl.needs_teacher else None,
                     )
 
     def have_signal(self, batch: RolloutBatch) -> Bool[np.ndarray, " rollouts"]:
@@ -206,7 +191,7 @@ class BatchBuilder:
         if not self.learns_without_advantages:
             # In the precision of the update.
             gains = batch.advantages.astype(np.float32) * batch.importance_weights.astype(np.float32) != 0
-        if self.observation_loss:
+        if self.config.observation_loss is not None:
             gains = gains | batch.observation_mask
         return np.diff(np.append(0, np.cumsum(gains))[batch.token_offsets]) > 0
 
@@ -215,8 +200,8 @@ class BatchBuilder:
         batch = inputs.batch
         if self.score_reference is not None:
             batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(inputs))
-        corrects = self.off_policy_correction.needs_sampling_logprobs
-        if not (self.has_critic or corrects or self.stores_logprobs(step)):
+        corrects = self.config.off_policy_correction.needs_sampling_logprobs
+        if not (self.has_critic or corrects or self.config.rollout_store.scores_learner(step)):
             return batch, None
         scores = self.score(inputs.newest, batch)
         if self.has_critic:
@@ -227,10 +212,10 @@ class BatchBuilder:
         self, batch: RolloutBatch, learner_logprobs: Float32[np.ndarray, " tokens"] | None
     ) -> tuple[RolloutBatch, dict[str, float] | None]:
         """Apply the off-policy correction: ratios use the learner's log-probs, and importance weights the sampler's."""
-        if learner_logprobs is None or not self.off_policy_correction.needs_sampling_logprobs:
+        if learner_logprobs is None or not self.config.off_policy_correction.needs_sampling_logprobs:
             return batch, None
         log_weights = (learner_logprobs.astype(np.float64) - batch.policy_logprobs)[batch.loss_mask]
-        weights = self.off_policy_correction.weights(log_weights, batch.num_loss_tokens.tolist())
+        weights = self.config.off_policy_correction.weights(log_weights, batch.num_loss_tokens.tolist())
         metrics = mismatch_metrics(log_weight_statistics(log_weights), log_weights)
         metrics["mismatch/zero_share"] = float(np.mean(weights == 0))
         importance_weights = np.zeros(batch.input_ids.shape)
@@ -242,7 +227,7 @@ class BatchBuilder:
         metrics = {"objective/non_score_reward": 0.0}
         if k1 is not None:
             kl = float(np.mean([of_rollout.sum() for of_rollout in k1]))
-            metrics |= {"objective/kl": kl, "objective/non_score_reward": self.kl.beta * kl}
+            metrics |= {"objective/kl": kl, "objective/non_score_reward": self.config.kl.beta * kl}
         mean_score = float(np.mean([rollout.total_reward or 0.0 for rollout in graded]))
         metrics["objective/rlhf_reward"] = mean_score - metrics["objective/non_score_reward"]
         return metrics
@@ -302,47 +287,9 @@ class BatchBuilder:
                 "learner and sampler give their tokens different probabilities (mismatch/weight_max). Find the cause, "
                 "such as the precision of the sampler or old weights, or widen the bounds of off_policy_correction",
                 step,
-                OffPolicyCorrectionConfig.get_choice_name(type(self.off_policy_correction)),
+                OffPolicyCorrectionConfig.get_choice_name(type(self.config.off_policy_correction)),
                 len(batch.ids),
             )
-
-
-def make_batch_builder(
-    parts: RunParts,
-    score: ScoreFunction,
-    score_reference: ScoreReference | None,
-) -> BatchBuilder:
-    """Make the batch builder of a run.
-
-    Args:
-        parts: config, layout, tokenizer and mesh.
-        score: scores rollouts with the weights of a model.
-        score_reference: scores rollouts with the reference policy; None if nothing needs it.
-    """
-    config = parts.config
-    return BatchBuilder(
-        kl=config.kl,
-        distillation=config.distillation,
-        advantage=config.advantage,
-        off_policy_correction=config.off_policy_correction,
-        truncation=config.truncation,
-        aggregation=config.aggregation,
-        updates=config.updates,
-        has_critic=config.critic is not None,
-        learns_without_advantages=config.kl.needs_teacher or not config.policy_loss.needs_advantage,
-        updates_without_signal=(
-            config.critic is not None or (isinstance(config.kl, LossKlConfig) and config.kl.beta > 0)
-        ),
-        observation_loss=config.observation_loss is not None,
-        max_length=config.rollouts.max_length,
-        seed=config.seed,
-        layout=parts.layout,
-        pad_token_id=parts.tokenizer.pad_token_id,
-        score=score,
-        score_reference=score_reference,
-        stores_logprobs=config.rollout_store.scores_learner,
-        own_rows=own_rows(parts.trainer),
-    )
 
 
 def _advantage_inputs(

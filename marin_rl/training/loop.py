@@ -46,10 +46,9 @@ from marin_rl.training.shared_run import require_same_batch
 from marin_rl.types import RolloutGroup
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import collect_garbage, collect_rarely
-from marin_rl.utils.errors import writing
 from marin_rl.utils.host_status import StopRequestedError, raise_if
 from marin_rl.utils.levanter_line import flops_per_token, peak_flops
-from marin_rl.utils.storage import FileDigest, StoragePath
+from marin_rl.utils.storage import FileDigest, StoragePath, writing
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
 ConfigT = TypeVar("ConfigT", bound=AbstractRunConfig)

@@ -14,12 +14,12 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
 from marin_rl.config.input_files import Inputs, digest_inputs
+from marin_rl.config.ray_cluster import check_worker_devices
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.distributed.ray_cluster import check_worker_devices
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.parts.model import AbstractModelParts, Report
 from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.metrics import FailureReports
@@ -32,7 +32,7 @@ from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.sampling.config import OpenAiSamplerConfig
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.training.advice import Advice
-from marin_rl.training.batch_builder import make_batch_builder
+from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import GroupCollector
 from marin_rl.training.evaluation import describe_accuracy, evaluate, small_split_warnings
 from marin_rl.training.loop import TrainingRun
@@ -48,10 +48,10 @@ from marin_rl.training.warm_start import warm_start
 from marin_rl.types import RolloutGroup, WeightVersion
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import platform_of
-from marin_rl.utils.errors import Closing, writing
+from marin_rl.utils.errors import Closing
 from marin_rl.utils.host_status import raise_if
 from marin_rl.utils.signals import interruptible
-from marin_rl.utils.storage import StoragePath
+from marin_rl.utils.storage import StoragePath, writing
 from marin_rl.utils.timing import PhaseTimer
 
 
@@ -149,7 +149,7 @@ def open_run(kind: type[RunParts], config: TrainConfig, data: None, start: Start
                     files = dataclasses.replace(files, rollouts=store.digests())
             state.save(checkpoints, trainer_state, rollout_source.counts, files)
         references = References(parts, functools.partial(_initial_policy, parts, checkpoints))
-        batch_builder = make_batch_builder(parts, parts.score, references.open_scorer())
+        batch_builder = BatchBuilder(parts, parts.score, references.open_scorer())
         return TrainingRun(
             config=config,
             progress=progress,
@@ -221,9 +221,20 @@ def load_state(parts: AbstractModelParts, others: Sequence[str], checkpoint: Che
     """
     progress = read_progress(checkpoint)
     parts.check_base(progress.base)
-    state = parts.saved_spec(checkpoint).restore_state(checkpoint, parts.learner)
+    state = parts.policy_spec(checkpoint.vocab_size).restore_state(checkpoint, parts.learner)
     files = RunFiles.decode(checkpoint.read(RUN_FILES))
     return Loaded(checkpoint, progress, state, files, {name: checkpoint.read(name) for name in others})
+
+
+def restore_policy(parts: AbstractModelParts, checkpoint: Checkpoint) -> LmHeadModel:
+    """Load the policy of a checkpoint of the run, with its base if it is an adapter.
+
+    Raises:
+        CheckpointError: if the checkpoint holds another model.
+        OtherBaseError: if `initialize_from` has other weights than at the start of the run.
+    """
+    parts.check_base(checkpoint.progress.get("base", ""))
+    return parts.assemble(parts.policy_spec(checkpoint.vocab_size).restore_policy(checkpoint))
 
 
 def read_progress(checkpoint: Checkpoint) -> Progress:
@@ -263,7 +274,7 @@ def report_resume(loaded: Loaded, checkpoints: Checkpoints, report: Report) -> N
 
 def _start(
     parts: RunParts,
-    policy: LmHeadModel | Adapter,
+    policy: TrainedPolicy,
     runner: RolloutRunner,
     store: RolloutStore,
     start: Start,
@@ -312,13 +323,13 @@ def _start(
     return state, progress
 
 
-def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> LmHeadModel | Adapter:
+def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy:
     first = checkpoints.open(0)
-    return parts.saved_spec(first).restore_policy(first)
+    return parts.policy_spec(first.vocab_size).restore_policy(first)
 
 
 def _open_runner(
-    parts: RunParts, reward_functions: RewardFunctions, trained: LmHeadModel | Adapter, version: WeightVersion
+    parts: RunParts, reward_functions: RewardFunctions, trained: TrainedPolicy, version: WeightVersion
 ) -> RolloutRunner:
     """Open the trainer's runner: with the configured sampler in `mode: sync`, otherwise with the built-in one."""
     open_sampler = parts.open_sampler if parts.config.mode is Mode.SYNC else parts.open_group_sampler
@@ -339,10 +350,11 @@ def _open_rollout_source(parts: RunParts, inputs: Inputs, runner: RolloutRunner,
     # Imported here because workers need Ray, which is an extra.
     from marin_rl.distributed.ray_workers import ray_workers
     from marin_rl.distributed.worker_pool import open_worker_pool
+    from marin_rl.training.worker import run_worker
 
     return open_worker_pool(
         config.weights,
-        functools.partial(ray_workers, config, inputs, progress.vocab_size, progress.base),
+        functools.partial(ray_workers, run_worker, config, inputs, progress.vocab_size, progress.base),
         counts=progress.worker_counts,
         no_progress_timeout=config.workers.no_progress_timeout,
         opened=parts.resources,

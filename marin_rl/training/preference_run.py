@@ -22,12 +22,12 @@ from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.supervised_config import DpoConfig
 from marin_rl.data.dataset import Batches, Data, join_pairs
 from marin_rl.data.rows import Example
-from marin_rl.objectives.aggregation import SequenceMeanConfig
+from marin_rl.learner.preference_loss import PAIR_MEAN
 from marin_rl.objectives.preference import pair_sums, preference_metrics
 from marin_rl.parts.supervised import PreferenceParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.saved_checkpoint import DamagedCheckpointError
-from marin_rl.training.open_run import Start
+from marin_rl.training.open_run import Start, restore_policy
 from marin_rl.training.supervised_run import HELD_OUT, SupervisedRun, SupervisedTask, open_on_data, score_examples
 from marin_rl.utils.timing import notice_if_long
 
@@ -58,7 +58,7 @@ def measure_pairs(
     loss, batch = parts.config.loss, join(pairs)
     logprobs = batch.from_actions("log-probabilities", _score(parts, policy, pairs))
     ids = np.repeat(np.arange(len(pairs)), np.diff(batch.token_offsets))
-    weights = np.where(batch.loss_mask, SequenceMeanConfig().loss_weights(batch.num_loss_tokens)[ids], 0)
+    weights = np.where(batch.loss_mask, PAIR_MEAN.loss_weights(batch.num_loss_tokens)[ids], 0)
 
     @jax.jit
     def measure(*arrays: jax.Array) -> dict[str, jax.Array]:
@@ -89,7 +89,7 @@ def with_reference(
                 ends = np.cumsum([np.count_nonzero(pair.loss_mask) for pair in pairs])
                 return _with(pairs, np.split(stored["logprobs"], ends[:-1])), file
             parts.report(f"the reference in {first.path} is of other pairs; it is computed again")
-            policy = parts.restore_policy(first)
+            policy = restore_policy(parts, first)
         except DamagedCheckpointError as error:
             parts.report(f"{error}; the reference is computed again from the initial weights of the config")
             policy = parts.assemble(parts.first_policy())

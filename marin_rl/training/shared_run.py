@@ -25,10 +25,10 @@ from marin_rl.runs.run_directory import config_differences
 from marin_rl.sampling.config import OpenAiSamplerConfig, SamplerConfig
 from marin_rl.types import Task
 from marin_rl.utils import multihost
-from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.settings.fields import is_loopback
-from marin_rl.utils.storage import StoragePath
+from marin_rl.utils.storage import StoragePath, writing
 
 
 def require_shared_folder(folder: StoragePath) -> None:

@@ -35,8 +35,8 @@ from marin_rl.training.loop import AbstractRun, model_flops_utilization
 from marin_rl.training.open_run import Start, compare_files, load_state, report_resume
 from marin_rl.training.run_state import RUN_FILES, Progress, RunFiles
 from marin_rl.training.shared_run import require_same_batch, require_same_inputs
+from marin_rl.training.supervised_updates import SupervisedUpdates
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import collect_garbage
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import StoragePath, storage_path
@@ -74,22 +74,19 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
     """The data."""
     task: SupervisedTask
     """Batches and measures."""
-    prepared: dict[int, PackedBatch] = dataclasses.field(default_factory=dict)
-    """The batch of the next step, which is packed while the devices compute."""
+
+    def __post_init__(self) -> None:
+        self.step_updates = SupervisedUpdates(self.learner, self._pack)
 
     def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Update the weights with the batch of the next step; return the metrics of the step."""
         started, timer, compiled = time.perf_counter(), PhaseTimer(), compile_clock().seconds
         progress, step = self.progress, self.progress.step + 1
         with timer.phase("batch"):
-            packed = self.prepared.pop(step, None) or self._pack(step)
+            packed = self.step_updates.batch(step)
         with timer.phase("step"):
-            rows = packed.layout.rows_per_microbatch
-            self.trainer_state, pending = self.learner.dispatch(self.trainer_state, packed.microbatches, rows)
-            if step < self.config.num_steps:
-                self.prepared = {step + 1: self._pack(step + 1)}
-            collect_garbage(step)
-            update = pending.wait()
+            last = self.config.num_steps
+            self.trainer_state, update = self.step_updates.update(self.trainer_state, step, packed, last)
         progress.step = step
         progress.updates += 1
         progress.trained_tokens += packed.num_loss_tokens
@@ -192,10 +189,11 @@ def open_on_data(
             progress, state = loaded.progress, loaded.state
             files = compare_files(loaded, inputs, report, accept=start.accept_changes)
             report_resume(loaded, checkpoints, report)
-        report(describe(data))
+        described, warnings = describe_data(data)
+        report(described)
         if data.digest and progress.step < (config.num_steps or 0) and multihost.is_main():
             write_tokens(folder / TOKENS, data, data.digest)
-        for warning in small_held_out(data):
+        for warning in warnings:
             report(f"warning: {warning}")
         policy = None if loaded else parts.assemble(policy_of(state.model))
         run = SupervisedRun(
@@ -221,10 +219,10 @@ def open_on_data(
     return run
 
 
-def small_held_out(data: Data) -> list[str]:
-    """Return a warning if the held-out rows are too few to measure anything."""
+def describe_data(data: Data) -> tuple[str, list[str]]:
+    """Describe the data of a run; also return a warning if the held-out rows are too few to measure anything."""
     noun = f"held-out {'pairs' if data.train.examples[0].chosen else 'rows'}"
-    return small_sample_warning(len(data.held_out.examples), noun, "the held-out curves", "held_out")
+    return describe(data), small_sample_warning(len(data.held_out.examples), noun, "the held-out curves", "held_out")
 
 
 def describe_held_out(metrics: Mapping[str, float]) -> str:

@@ -13,18 +13,21 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import AdamConfig
 
 from marin_rl.batching.packing import RowLayout
+from marin_rl.batching.rl_example import PackedBatch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, join_batches
 from marin_rl.config.sections import WarmStartConfig
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import cross_entropy_loss
-from marin_rl.models.lora import Adapter
+from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.parts.supervised import make_learner, pack_tokens
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.training.evaluation import first_of_each
+from marin_rl.training.supervised_updates import SupervisedUpdates
 from marin_rl.types import Task
 from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import own_rows
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.host_status import raise_if
 from marin_rl.utils.seeds import derive_seed
@@ -38,7 +41,7 @@ class WarmStartError(ValueError):
 
 def warm_start(
     config: WarmStartConfig,
-    model: LmHeadModel | Adapter,
+    model: TrainedPolicy,
     runner: RolloutRunner,
     trainer: TrainerConfig,
     layout: RowLayout,
@@ -49,7 +52,7 @@ def warm_start(
     temperature: float,
     report: Callable[[str], None],
     stop_requested: Callable[[], bool] = lambda: False,
-) -> LmHeadModel | Adapter:
+) -> TrainedPolicy:
     """Train `model` on worked answers or demonstrations until it solves some tasks.
 
     The loss is the mean cross-entropy of the assistant tokens.
@@ -85,16 +88,19 @@ def warm_start(
     def example(index: int) -> RolloutBatch | None:
         return worked_example(tasks[index], runner)
 
-    pad = runner.tokenizer.pad_token_id
+    def pack(step: int) -> PackedBatch:
+        rng = np.random.default_rng(derive_seed(seed, "warm start", step))
+        drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
+        batch, pad = join_batches(require_fitting(drawn, runner)), runner.tokenizer.pad_token_id
+        return pack_tokens(batch, layout, pad, own_rows(trainer))
+
     loss = cross_entropy_loss(block_size)
     learner = make_learner(trainer, optimizer, loss, layout, base, config.batch_size, config.max_steps)
+    updates = SupervisedUpdates(learner, pack)
     state = learner.initial_state(model, jax.random.PRNGKey(derive_seed(seed, "warm start") % 2**32))
     for step in range(1, config.max_steps + 1):
         raise_if(lambda: multihost.any_process(stop_requested()))
-        rng = np.random.default_rng(derive_seed(seed, "warm start", step))
-        drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
-        batch = join_batches(require_fitting(drawn, runner))
-        state, metrics = learner.update(state, pack_tokens(batch, layout, pad).microbatches)
+        state, metrics = updates.update(state, step, updates.batch(step), config.max_steps)
         if step % config.check_every == 0 or step == config.max_steps:
             runner.sampler.update_weights(assemble(state.model, base), 0)
             accuracy = _accuracy(runner, check_tasks, temperature, seed)

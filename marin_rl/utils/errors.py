@@ -9,7 +9,6 @@ Processes of the sandbox import this module, so it loads only the standard libra
 import contextlib
 import dataclasses
 import difflib
-import errno
 import itertools
 import linecache
 import logging
@@ -21,12 +20,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import marin_rl
-
-if TYPE_CHECKING:
-    from marin_rl.utils.storage import StoragePath
 
 
 class UserError(RuntimeError):
@@ -229,36 +224,6 @@ def nearest_file(path: Path, suffixes: Set[str]) -> str:
         kind = "no YAML file" if ".yaml" in suffixes else f"no file *{min(suffixes)}"
         return f"there is {kind} in {str(path.parent)!r}"
     return nearest(path.name, names, heading=f"In {str(path.parent)!r}")
-
-
-@contextlib.contextmanager
-def writing(path: "StoragePath", setting: str = "run_dir") -> Iterator[None]:
-    """Convert an `OSError` on writing to a `RunDirectoryError`.
-
-    Args:
-        path: the file or folder that is written.
-        setting: the setting of the path, for the remedy.
-
-    Raises:
-        RunDirectoryError: if an `OSError` is raised; the message names the path, the reason and the remedy.
-    """
-    try:
-        yield
-    except OSError as error:
-        # Imported here because it loads more than the standard library.
-        from marin_rl.utils.remote_path import RemotePath, StorageError
-
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
-        elif isinstance(error, StorageError):
-            reason = f"{error.strerror}; {error.remedy}, or choose another {setting}"
-        elif isinstance(error, FileNotFoundError) and isinstance(path, RemotePath):
-            reason = f"the bucket does not exist; create it, or choose another {setting}"
-        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            reason = f"{error.filename or path} is a file, not a folder; choose another {setting}"
-        else:
-            reason = f"{error.strerror or error}; choose another {setting}, on a writable disk"
-        raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error
 
 
 def require_threads(count: int) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import marin_rl
-from marin_rl.utils.errors import writing
 from marin_rl.utils.output import escape
 from marin_rl.utils.remote_path import RemotePath
-from marin_rl.utils.storage import AppendedFile, StoragePath
+from marin_rl.utils.storage import AppendedFile, StoragePath, writing
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

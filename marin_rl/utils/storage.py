@@ -30,8 +30,8 @@ from typing import BinaryIO, NamedTuple
 
 import fsspec
 
-from marin_rl.utils.errors import install_command
-from marin_rl.utils.remote_path import RemotePath
+from marin_rl.utils.errors import RunDirectoryError, install_command
+from marin_rl.utils.remote_path import RemotePath, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,33 @@ _DELETES = 16
 
 StoragePath = Path | RemotePath
 """A local path or the address of an object."""
+
+
+@contextlib.contextmanager
+def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
+    """Convert an `OSError` on writing to a `RunDirectoryError`.
+
+    Args:
+        path: the file or folder that is written.
+        setting: the setting of the path, for the remedy.
+
+    Raises:
+        RunDirectoryError: if an `OSError` is raised; the message names the path, the reason and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = "the disk is full; free some space and rerun the same command to resume from the last checkpoint"
+        elif isinstance(error, StorageError):
+            reason = f"{error.strerror}; {error.remedy}, or choose another {setting}"
+        elif isinstance(error, FileNotFoundError) and isinstance(path, RemotePath):
+            reason = f"the bucket does not exist; create it, or choose another {setting}"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            reason = f"{error.filename or path} is a file, not a folder; choose another {setting}"
+        else:
+            reason = f"{error.strerror or error}; choose another {setting}, on a writable disk"
+        raise RunDirectoryError(f"cannot write {str(path)!r}: {reason}") from error
 
 
 def storage_path(text: str, key: str = "path") -> StoragePath:

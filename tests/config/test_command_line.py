@@ -16,11 +16,11 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 
 from marin_rl.config.command_line import (
     ConfigError,
-    check_command_line,
     merge,
     parse_config,
     run_command,
 )
+from marin_rl.sessions.command import check_command_line
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.output import escape
 from marin_rl.utils.settings.option_parser import HelpShown

@@ -20,13 +20,14 @@ import ray
 from ray.exceptions import RayActorError
 
 from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.ray_cluster import NoClusterError, find_cluster
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WeightTransferConfig, WorkersConfig
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
-from marin_rl.distributed.ray_cluster import NoClusterError, find_cluster
 from marin_rl.distributed.ray_workers import open_only_reserved
 from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.training.worker import run_worker
 from marin_rl.utils.multihost import ProcessesDifferError
 from marin_rl.utils.settings.yaml_text import to_yaml
 from tests.distributed.fake_ray import Actor, Cluster
@@ -53,7 +54,7 @@ def actors(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> dict[type, dict
 @pytest.mark.medium
 def test_coordinator_concurrency_exceeds_number_of_workers(actors: dict[type, dict[str, Any]]) -> None:
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(num_workers=500))
-    with ray_workers.ray_workers(config, {}, 10, "", "token"):
+    with ray_workers.ray_workers(run_worker, config, {}, 10, "", "token"):
         # Each worker may have a waiting call and still send heartbeats and groups.
         assert actors[Coordinator]["max_concurrency"] > 500
 
@@ -66,7 +67,7 @@ def test_shutdown_does_not_wait_for_a_dead_coordinator(
 ) -> None:
     monkeypatch.setattr(ray_workers, "SHUTDOWN_TIMEOUT", 0.01)
     config = make_config(mode=Mode.ASYNC, workers=WorkersConfig(no_progress_timeout=1e9))
-    with ray_workers.ray_workers(config, {}, 10, "", "token"):
+    with ray_workers.ray_workers(run_worker, config, {}, 10, "", "token"):
         cluster.answers = [RayActorError()]
     assert "the coordinator could not be stopped" in caplog.text
 
@@ -82,7 +83,7 @@ def test_a_worker_with_other_input_files_ends_the_run(
     inputs = digest_inputs(config)
     data.write_text("of the worker")
     with pytest.raises(ProcessesDifferError):
-        ray_workers.RayWorker(to_yaml(config), inputs, 10, "", "token", "worker-0", "coordinator").run()
+        ray_workers.RayWorker(run_worker, to_yaml(config), inputs, 10, "", "token", "worker-0", "coordinator").run()
     [(kind, name, message)] = cluster.questions
     assert (kind, name) == ("fail", "worker-0")
     assert "environment: data.jsonl was changed" in message
@@ -97,10 +98,10 @@ def test_worker_start_error_is_logged_and_reported(
         raise OSError("there is no bubblewrap")
 
     monkeypatch.setattr(ray, "get_actor", lambda name: Actor())
-    monkeypatch.setattr("marin_rl.distributed.worker.WorkerPolicy", no_policy)
+    monkeypatch.setattr("marin_rl.training.worker.WorkerPolicy", no_policy)
     config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
-        ray_workers.RayWorker(to_yaml(config), {}, 10, "", "token", "worker-0", "coordinator").run()
+        ray_workers.RayWorker(run_worker, to_yaml(config), {}, 10, "", "token", "worker-0", "coordinator").run()
     assert cluster.questions == [("fail", "worker-0", "OSError: there is no bubblewrap")]
     log = (tmp_path / "workers" / "worker-0.txt").read_text()
     assert "there is no bubblewrap" in log
@@ -118,7 +119,10 @@ def test_unreachable_cluster_is_named_immediately(monkeypatch: pytest.MonkeyPatc
     for address, reason in ((free, "Connection refused"), ("auto", "there is none")):
         config = make_config(mode=Mode.ASYNC, ray_address=address, weights=WeightTransferConfig(host="0.0.0.0"))
         message = f"no Ray cluster responds at ray_address '{address}' .*{reason}.*"
-        with pytest.raises(NoClusterError, match=message), ray_workers.ray_workers(config, {}, 10, "", "token"):
+        with (
+            pytest.raises(NoClusterError, match=message),
+            ray_workers.ray_workers(run_worker, config, {}, 10, "", "token"),
+        ):
             pass
     with pytest.raises(NoClusterError):
         find_cluster(free)

@@ -12,13 +12,13 @@ from marin_rl.config.input_files import Inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
-from marin_rl.distributed.worker import run_worker
+from marin_rl.distributed.ray_workers import RunWorker
 from tests.distributed.local_client import LocalClient
 
 
 @contextlib.contextmanager
 def thread_workers(
-    config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str
+    run_worker: RunWorker, config: TrainConfig, inputs: Inputs, vocab_size: int, base: str, secret: str
 ) -> Iterator[CoordinatorClient]:
     """Replacement of `marin_rl.distributed.ray_workers.ray_workers`."""
     client, count = LocalClient(Coordinator(config.workers.heartbeat_timeout)), config.workers.num_workers

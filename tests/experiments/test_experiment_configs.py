@@ -14,9 +14,9 @@ from experiments.lab.objectives import OBJECTIVES, objective, ppo
 from experiments.lab.rloo_controls import more_warm_start, random_reward
 from experiments.rloo_in_code import rloo
 from marin_rl.config.command_line import parse_config
-from marin_rl.config.commands import config_class
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import RandomRewardConfig
+from marin_rl.sessions.recipes import config_class
 from marin_rl.utils.settings.yaml_text import load_yaml, to_yaml
 from tests.cpu_host import cpu_host
 from tests.fork_server import ForkedProcess, popen

@@ -59,7 +59,7 @@ def test_unrolled_program_of_three_layers_equals_the_compiled_one(run: RunShapes
 def test_the_teacher_of_an_update_may_have_another_size(
     run: RunShapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("marin_rl.training.references.check_tokenizer", lambda policy, path: None)
+    monkeypatch.setattr("marin_rl.parts.teacher.check_tokenizer", lambda policy, path: None)
     sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     teacher = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256)
     teacher.save_pretrained(tmp_path)

@@ -93,11 +93,11 @@ def test_epochs_and_a_separate_critic_multiply_the_update(run: RunShapes):
     ],
 )
 def test_each_scoring_of_the_rollouts_counts(run: RunShapes, options: list[str], count: float):
-    config = tiny_config(*options)
-    seconds = trainer_seconds(dataclasses.replace(run, config=config), STEP, CHIP)
+    run = dataclasses.replace(run, config=tiny_config(*options))
+    seconds = trainer_seconds(run, STEP, CHIP)
     head = 2 * HEAD * 16 * 8 / run.trainer.device_mesh.size
     assert seconds.get("score", 0.0) == pytest.approx(count * (seconds["update"] - head) / 3)
-    assert ("score" in seconds) == ("score" in programs_of(config, hosts=1)) == (count > 0)
+    assert ("score" in seconds) == ("score" in programs_of(run.parts, hosts=1)) == (count > 0)
 
 
 def test_prefill_processes_each_prompt_once(run: RunShapes):

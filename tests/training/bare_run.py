@@ -24,7 +24,7 @@ from marin_rl.rollouts.run_rollouts import RolloutRunner
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.training.batch_builder import BatchBuilder, make_batch_builder
+from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.training.collect import Collected, GroupCollector
 from marin_rl.training.run_state import Progress, RunState
 from marin_rl.types import Task
@@ -86,7 +86,7 @@ def bare_builder(
 
     parts = RunParts(config, dataclasses.replace(config.trainer, per_device_parallelism=rows))
     vars(parts)["tokenizer"] = tokenizer
-    return make_batch_builder(
+    return BatchBuilder(
         parts,
         score,
         None if reference is None else lambda step: score((reference, zeros), step.batch).logprobs,

@@ -12,6 +12,7 @@ from marin_rl.runs.rollout_store import TRAINING, read_rollouts
 from marin_rl.runs.stored_rollout import groups_of_table
 from marin_rl.sessions.earlier_run import load_run
 from marin_rl.sessions.served_policy import open_parts
+from marin_rl.training.open_run import restore_policy
 from marin_rl.types import Rollout
 
 
@@ -22,7 +23,7 @@ def each_of_one_version(run_dir: Path, max_staleness: int) -> None:
     """
     config, checkpoints = load_run(str(run_dir), None)
     parts = open_parts(config)
-    policies = {step: parts.restore_policy(checkpoints.open(step)) for step in checkpoints.steps()}
+    policies = {step: restore_policy(parts, checkpoints.open(step)) for step in checkpoints.steps()}
     sampled: dict[int, list[Rollout]] = {}
     ages = set()
     for table in read_rollouts(run_dir / "rollouts", None, None, [TRAINING]):

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from marin_rl.distributed import worker
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.request_batcher import RequestBatcher
@@ -22,6 +21,7 @@ from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner
 from marin_rl.runs.rollout_store import read_rollouts
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.sessions.replay import replay_step
+from marin_rl.training import worker
 from tests.distributed.inline_executor import InlineExecutor
 from tests.distributed.local_client import LocalClient
 from tests.distributed.thread_workers import thread_workers
@@ -210,7 +210,7 @@ def test_in_flight_generations_continue_with_new_weights(
         return call(client, method, *arguments, **named)
 
     monkeypatch.setattr(LocalClient, "call", poll_when_step_1_is_trained)
-    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.training.worker.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(
         "marin_rl.rollouts.run_rollouts.RequestBatcher", functools.partial(RequestBatcher, max_wait=600.0)
     )

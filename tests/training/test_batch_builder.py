@@ -22,6 +22,7 @@ from marin_rl.objectives.importance import IcepopConfig, MaskMismatchConfig, Tis
 from marin_rl.objectives.kl import ExactKlConfig, LossKlConfig, NoKlConfig, RewardKlConfig
 from marin_rl.objectives.policy_loss import PpoClipLossConfig, ReinforceLossConfig
 from marin_rl.objectives.shaping import KeepTruncatedConfig, MaskTruncatedConfig
+from marin_rl.training import batch_builder
 from marin_rl.training.batch_builder import BatchBuilder, TrainingBatch
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
 from marin_rl.utils.timing import PhaseTimer
@@ -554,8 +555,9 @@ def test_each_minibatch_is_left_out_for_its_own_advantages():
 
 
 @pytest.mark.parametrize("row", range(8))
-def test_all_hosts_decide_alike_whose_rows_have_no_advantage(row: int):
-    builder = dataclasses.replace(bare_builder(make_config()), own_rows=lambda count: np.array([row]))
+def test_all_hosts_decide_alike_whose_rows_have_no_advantage(row: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batch_builder, "own_rows", lambda trainer: lambda count: np.array([row]))
+    builder = bare_builder(make_config())
     equal, different = ([group(1.0, 1.0)] * 6, [group(1.0, 1.0)] * 5 + [group(0.0, 1.0)])
     counts = []
     for groups in (equal, different):

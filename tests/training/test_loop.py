@@ -21,6 +21,7 @@ from marin_rl.environments.base import AbstractEnvironment, Episode, Split, Step
 from marin_rl.evaluate import EvaluateConfig, run_evaluation
 from marin_rl.learner.train_step import Learner, PendingUpdate
 from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.objectives.kl import LossKlConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.config import ResampleGroupsConfig
 from marin_rl.rollouts.run_rollouts import run_tasks
@@ -78,7 +79,9 @@ def reopened(run: TinyRun, step: int) -> TrainingRun:
     opened = reopen(run)
     opened.state.progress.step = step
     checkpoint = opened.checkpoints.open(step)
-    model = RunParts(opened.config, opened.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
+    model = (
+        RunParts(opened.config, opened.learner.trainer).policy_spec(checkpoint.vocab_size).restore_policy(checkpoint)
+    )
     opened.trainer_state = dataclasses.replace(opened.trainer_state, model=model)
     opened.publish_weights()
     return opened
@@ -317,7 +320,8 @@ def test_a_step_of_equal_rewards_leaves_the_optimizer_as_it_is(finished_run: Tin
     assert_same_leaves(after.state, undisturbed.state)
 
     # With a KL penalty in the loss the same batch makes its update, and the moments decay; it still teaches nothing.
-    always = dataclasses.replace(run.batch_builder, updates_without_signal=True)
+    config = dataclasses.replace(run.config, kl=LossKlConfig(beta=0.1))
+    always = dataclasses.replace(run.batch_builder, parts=dataclasses.replace(run.batch_builder.parts, config=config))
     decayed = step(always, start(), equal)
     assert (len(decayed.updates), decayed.metrics["grad_norm"]) == (1, 0.0)
     assert decayed.metrics["groups/no_signal"] == len(groups)

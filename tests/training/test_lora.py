@@ -16,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.weights.publish import WeightSender
-from marin_rl.distributed.worker import WorkerPolicy
 from marin_rl.learner.base_weights import OtherBaseError
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.sessions.replay import replay_step
 from marin_rl.sessions.run_export import export_once
+from marin_rl.training.worker import WorkerPolicy
 from tests.distributed.thread_workers import thread_workers
 from tests.faults.test_resume import Moment, kill_at
 from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
@@ -106,7 +106,7 @@ def adapter_of(run: TinyRun, step: int) -> Any:
     config = config_of(run)
     parts = RunParts.start(config)
     checkpoint = Checkpoints(RunDirectory(run.path).checkpoints, config.checkpoint).open(step)
-    return parts.saved_spec(checkpoint).restore_policy(checkpoint).layers
+    return parts.policy_spec(checkpoint.vocab_size).restore_policy(checkpoint).layers
 
 
 def test_an_interrupted_run_resumes_bit_for_bit(lora_run: TinyRun, tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_reference_is_policy_before_rl(finished_run: TinyRun):
     opened = reopen(finished_run, kl=LossKlConfig(beta=0.1))
     assert opened.checkpoints.keep_first
     checkpoint = opened.checkpoints.open(0)
-    first = RunParts(opened.config, opened.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
+    first = (
+        RunParts(opened.config, opened.learner.trainer).policy_spec(checkpoint.vocab_size).restore_policy(checkpoint)
+    )
     score_reference = opened.batch_builder.score_reference
     assert isinstance(score_reference, types.MethodType)
     teacher = score_reference.__self__.model

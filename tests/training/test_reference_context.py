@@ -181,4 +181,4 @@ def _initial(run: Any) -> LmHeadModel:
     from marin_rl.parts.rl import RunParts
 
     checkpoint = run.checkpoints.open(0)
-    return RunParts(run.config, run.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
+    return RunParts(run.config, run.learner.trainer).policy_spec(checkpoint.vocab_size).restore_policy(checkpoint)

@@ -27,12 +27,13 @@ from marin_rl.config.reference_config import (
 )
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_model import save_hf_policy
+from marin_rl.learner.scoring import prompt_scorer
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.objectives import DistillationConfig, ExactKlConfig, TisConfig
+from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.sessions.replay import FakeShape, make_groups
-from marin_rl.sessions.served_policy import prompt_scorer
-from marin_rl.training.batch_builder import StepToScore
+from marin_rl.training.batch_builder import BatchBuilder, StepToScore
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.references import References
 from marin_rl.types import RolloutGroup
@@ -117,8 +118,14 @@ def test_a_teacher_of_another_size_scores_and_teaches_every_token(finished_run: 
     added = distilled(finished_run, CheckpointReferenceConfig(str(folder)), distillation=DistillationConfig(0.5))
     expected = logprobs(weights)
     np.testing.assert_allclose(scores(added), expected, atol=1e-5)
-    alone = dataclasses.replace(added.batch_builder, distillation=DistillationConfig(0.5, alone=True))
-    task = dataclasses.replace(added.batch_builder, distillation=None)
+
+    def with_config(**changes: Any) -> BatchBuilder:
+        parts = added.batch_builder.parts
+        changed = dataclasses.replace(parts, config=dataclasses.replace(parts.config, **changes))
+        return dataclasses.replace(added.batch_builder, parts=changed)
+
+    alone = with_config(distillation=DistillationConfig(0.5, alone=True))
+    task = with_config(distillation=None, kl=NoKlConfig(watch=True))
     built = [
         builder.build(GROUPS, added.trainer_state.model, 7, PhaseTimer())
         for builder in (added.batch_builder, alone, task)
@@ -178,7 +185,7 @@ def test_each_environment_has_its_teacher(
     run = distilled(finished_run, ReferencesByEnvironmentConfig(references), environment=mixture)
     assert run.checkpoints.keep_first
     checkpoint = run.checkpoints.open(0)
-    first = RunParts(run.config, run.learner.trainer).saved_spec(checkpoint).restore_policy(checkpoint)
+    first = RunParts(run.config, run.learner.trainer).policy_spec(checkpoint.vocab_size).restore_policy(checkpoint)
     found = scores(run, in_environment("ones", GROUPS))
     of_initial = np.isin(np.arange(BATCH.input_ids.size), BATCH.tokens_of(HALF))
     np.testing.assert_allclose(found, np.where(of_initial, logprobs(first), logprobs(teacher[1])), atol=1e-5)
@@ -356,7 +363,8 @@ def test_the_average_of_the_weights_teaches_and_resumes_bit_for_bit(new_run: Cal
     opened = reopen(run)
     parts = RunParts(opened.config, opened.learner.trainer)
     states = [
-        parts.saved_spec(saved).restore_state(saved, opened.learner) for saved in map(opened.checkpoints.open, range(5))
+        parts.policy_spec(saved.vocab_size).restore_state(saved, opened.learner)
+        for saved in map(opened.checkpoints.open, range(5))
     ]
     weights = [[np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(state.model)] for state in states]
     average = weights[0]

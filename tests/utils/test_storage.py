@@ -18,7 +18,7 @@ import pytest
 
 from marin_rl.runs.lock import hold
 from marin_rl.utils import remote_path
-from marin_rl.utils.errors import RunDirectoryError, writing
+from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.remote_path import RemotePath, StorageError
 from marin_rl.utils.settings.fields import local_path
 from marin_rl.utils.storage import (
@@ -32,6 +32,7 @@ from marin_rl.utils.storage import (
     storage_path,
     upload_folder,
     user_cache,
+    writing,
 )
 from tests.gcs_emulator import Fault, Gcs
 

@@ -31,7 +31,7 @@ from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.sampling.stops import ENDED
-from marin_rl.training.batch_builder import make_batch_builder
+from marin_rl.training.batch_builder import BatchBuilder
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, Task, Turn
 from marin_rl.utils.timing import PhaseTimer
 
@@ -145,7 +145,7 @@ def measure(step: SampledStep, layout: RowLayout, rounds: int, folder: Path) -> 
     config = load_config(["--model.seq_len", length, "--rollouts.max_length", length])
     parts = RunParts(config, config.trainer)
     vars(parts)["layout"] = layout
-    builder = make_batch_builder(parts, unscored, None)
+    builder = BatchBuilder(parts, unscored, None)
     store, times = RolloutStore(folder, RolloutStoreConfig(), step.piece), CpuTimes()
     groups = step.records()
 

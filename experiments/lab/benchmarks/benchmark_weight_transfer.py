@@ -54,13 +54,13 @@ from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
 from marin_rl.distributed.weights.arrow_flight import make_secret
 from marin_rl.distributed.weights.fetch import open_receiver
-from marin_rl.distributed.weights.manifest import named_leaves
 from marin_rl.distributed.weights.publish import TrainingHost, open_sender
-from marin_rl.distributed.worker import RolloutWorker, WorkerPolicy
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.parts.rl import RunParts
+from marin_rl.training.worker import RolloutWorker, WorkerPolicy
+from marin_rl.utils.devices.arrays import named_leaves
 from marin_rl.utils.devices.setup import start_devices
 
 ARRAYS, COLUMNS = 16, 1024

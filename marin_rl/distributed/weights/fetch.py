@@ -34,15 +34,14 @@ from marin_rl.distributed.weights.manifest import (
     WeightTransferError,
     bounds_of,
     find_gap,
-    named_leaves,
     overlap,
-    replace_leaves,
     shape_of,
     slices_within,
     volume,
     whole,
 )
 from marin_rl.types import WeightVersion
+from marin_rl.utils.devices.arrays import named_leaves, replace_leaves
 from marin_rl.utils.retry import Clock, RetryConfig, retrying
 
 T = TypeVar("T")

@@ -11,18 +11,9 @@ import numpy as np
 
 from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import WeightServer
-from marin_rl.distributed.weights.manifest import (
-    Array,
-    ArrayPiece,
-    Bounds,
-    Manifest,
-    Snapshot,
-    bounds_of,
-    copy_arrays,
-    named_leaves,
-    whole,
-)
+from marin_rl.distributed.weights.manifest import ArrayPiece, Bounds, Manifest, Snapshot, bounds_of, whole
 from marin_rl.types import WeightVersion
+from marin_rl.utils.devices.arrays import Array, copy_arrays, named_leaves
 from marin_rl.utils.event_loop import BackgroundJob
 
 CHUNK_BYTES = 4 * 2**20

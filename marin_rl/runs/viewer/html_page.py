@@ -23,9 +23,8 @@ from marin_rl.runs.rollout_store import StoredFile, read_file
 from marin_rl.runs.run_directory import check_output
 from marin_rl.runs.viewer.selection import Selection, StoredRollouts, group_key, logprob_differences, unequal_groups
 from marin_rl.runs.viewer.summary import Row, info_text, shorten_prompts, summarize
-from marin_rl.utils.errors import writing
 from marin_rl.utils.output import escape
-from marin_rl.utils.storage import write_bytes
+from marin_rl.utils.storage import write_bytes, writing
 
 SCRIPTS = ("charts.js", "rollouts.js", "side_by_side.js", "page.js")
 """Parts of the script of a page, in order."""
@@ -254,53 +253,46 @@ def _selected(file: StoredFile, selection: Selection) -> list[Row]:
     return sorted(marked, key=lambda row: not row["unequal"])
 
 
+_OF_ROLLOUT = (
+    *("purpose", "id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained", "unequal"),
+    *("step", "reward", "rewards", "evaluations", "advantage", "num_turns", "num_generated_tokens", "metrics"),
+    "seconds",
+)
+_OF_TURN = (
+    *("action", "stop_reason", "reward", "rewards", "episode_advantage", "step_return", "step_advantage"),
+    *("anchor_state", "logprobs", "advantages", "values", "value_targets"),
+)
+
+
 def rollout_data(row: Row) -> dict[str, Any]:
     """Return a rollout as plain values, its texts escaped.
 
     Args:
         row: all columns, and `unequal`: whether its group has different rewards.
     """
-    texts = ("purpose", "id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained")
     summary = summarize(row)
     return {
-        **{name: None if row[name] is None else escape(row[name]) for name in texts},
+        **{name: _plain(row[name]) for name in _OF_ROLLOUT},
         **{name: escape(getattr(summary, name)) for name in ("prompt", "reply", "reason")},
         "expected": escape(summary.answer),
-        "unequal": row["unequal"],
-        "step": row["step"],
-        "reward": rounded(row["reward"]),
-        "rewards": _pairs(row["rewards"]),
-        "evaluations": [_evaluation(evaluation) for evaluation in row["evaluations"]],
-        "advantage": rounded(row["advantage"]),
-        "num_turns": row["num_turns"],
-        "num_generated_tokens": row["num_generated_tokens"],
-        "metrics": _pairs(row["metrics"]),
-        "seconds": _pairs(row["seconds"]),
         "info": escape(info_text(row)),
         "turns": [_turn(turn) for turn in row["turns"]],
         "last_observation": None if row["last_observation"] is None else _observation(row["last_observation"]),
     }
 
 
-def _evaluation(evaluation: Row) -> dict[str, Any]:
-    return {
-        "component": escape(evaluation["component"]),
-        "weight": rounded(evaluation["weight"]),
-        "score": rounded(evaluation["score"]),
-        "reason": escape(evaluation["reason"] or ""),
-        "failure": escape(evaluation["failure"] or ""),
-        "error": escape(evaluation["error"] or ""),
-        "metrics": _pairs(evaluation["metrics"]),
-        "steps": [
-            {
-                "turn": step["turn"],
-                "base_reward": rounded(step["base_reward"]),
-                "reason": escape(step["reason"] or ""),
-                "metrics": _pairs(step["metrics"]),
-            }
-            for step in evaluation["steps"]
-        ],
-    }
+def _plain(value: Any) -> Any:
+    """Escape the texts in a value, and round its numbers."""
+    match value:
+        case str():
+            return escape(value)
+        case float():
+            return rounded(value)
+        case dict():
+            return {name: _plain(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    return value
 
 
 def _observation(part: Row) -> dict[str, Any]:
@@ -317,21 +309,14 @@ def _observation(part: Row) -> dict[str, Any]:
 def _turn(turn: Row) -> dict[str, Any]:
     return {
         **_observation(turn),
-        "action": None if turn["action"] is None else escape(turn["action"]),
-        "stop_reason": escape(turn["stop_reason"]),
+        **{name: _plain(turn[name]) for name in _OF_TURN},
         "versions": [turn["first_version"], turn["last_version"]],
-        "reward": rounded(turn["reward"]),
-        "rewards": _pairs(turn["rewards"]),
         "info": escape(turn["info"] or ""),
-        **{name: rounded(turn[name]) for name in ("episode_advantage", "step_return", "step_advantage")},
-        "anchor_state": escape(turn["anchor_state"]),
         "texts": texts_of(turn["pieces"]),
         "ids": turn["token_ids"],
-        "logprobs": _numbers(turn["logprobs"]),
-        "learner": _numbers(turn["learner_logprobs"]),
-        "difference": _numbers(logprob_differences(turn)),
-        "reference": _numbers(turn["reference_logprobs"]),
-        **{name: _numbers(turn[name]) for name in ("advantages", "values", "value_targets")},
+        "learner": _plain(turn["learner_logprobs"]),
+        "difference": _plain(logprob_differences(turn)),
+        "reference": _plain(turn["reference_logprobs"]),
     }
 
 
@@ -344,14 +329,6 @@ def texts_of(pieces: Sequence[bytes]) -> list[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     last = len(pieces) - 1
     return [escape(decoder.decode(piece, final=index == last)) for index, piece in enumerate(pieces)]
-
-
-def _pairs(pairs: Sequence[tuple[str, float]]) -> list[tuple[str, float | None]]:
-    return [(escape(name), rounded(value)) for name, value in pairs]
-
-
-def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
-    return None if values is None else [rounded(value) for value in values]
 
 
 def rounded(value: float | None) -> float | None:

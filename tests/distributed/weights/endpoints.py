@@ -15,9 +15,10 @@ import pyarrow.flight as flight
 
 from marin_rl.distributed.weights.arrow_flight import TLS_NAME, FlightSource, WeightServer, make_secret, tls_identity
 from marin_rl.distributed.weights.fetch import WeightReceiver
-from marin_rl.distributed.weights.manifest import Chunk, Manifest, Snapshot, named_leaves
+from marin_rl.distributed.weights.manifest import Chunk, Manifest, Snapshot
 from marin_rl.distributed.weights.publish import WeightSender, take_snapshot
 from marin_rl.types import WeightVersion
+from marin_rl.utils.devices.arrays import named_leaves
 from marin_rl.utils.retry import Clock, RetryConfig
 
 SECRET = make_secret()

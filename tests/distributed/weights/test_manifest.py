@@ -16,14 +16,13 @@ from marin_rl.distributed.weights.manifest import (
     Manifest,
     bounds_of,
     find_gap,
-    named_leaves,
     overlap,
-    replace_leaves,
     shape_of,
     slices_within,
     volume,
     whole,
 )
+from marin_rl.utils.devices.arrays import named_leaves, replace_leaves
 from tests.distributed.weights.endpoints import snapshot_of
 
 SHAPE = (5, 4)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from experiments.lab.benchmarks.measurement import counted_compiles
 from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.weights.arrow_flight import FlightSource
-from marin_rl.distributed.weights.manifest import Snapshot, WeightTransferError, copy_arrays
+from marin_rl.distributed.weights.manifest import Snapshot, WeightTransferError
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender, take_snapshot
+from marin_rl.utils.devices.arrays import copy_arrays
 from tests.distributed.weights.endpoints import SECRET, assert_same, closing, receiver_of, snapshot_of
 
 # Snapshots.

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
 
+from marin_rl.learner.scoring import prompt_scorer
 from marin_rl.sampling.config import OpenAiSamplerConfig, ReloadConfig, SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.openai_sampler import OpenAiSampler
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.stops import stop_table
 from marin_rl.serving.openai.protocol import NEUTRAL
-from marin_rl.sessions.served_policy import prompt_scorer
 from marin_rl.tokenization.load import TokenPieces
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.devices.setup import start_devices

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from marin_rl.config.ray_cluster import WorkerDevicesError, check_own_node, check_ray, check_worker_devices
 from marin_rl.config.sections import Mode
 from marin_rl.config.workers_config import WorkersConfig
-from marin_rl.distributed.ray_cluster import WorkerDevicesError, check_own_node, check_ray, check_worker_devices
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import MissingPackageError
 from tests.tiny_run import TinyRun

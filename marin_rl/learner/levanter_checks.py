@@ -1,21 +1,25 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks of the config of a run that need levanter: of its sections `model`, `optimizer` and `trainer.tracker`."""
+"""Checks of levanter's sections of a config, which need levanter; each yields problems or raises a `ValueError`."""
 
 import math
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+from levanter.models.lm_model import LmConfig
+from levanter.optim.config import OptimizerConfig
 
 from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
-from marin_rl.config.reference_config import PolicyReferenceConfig
+from marin_rl.batching.row_sizes import RowSizes
+from marin_rl.learner.config import LoraConfig
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.utils.devices.sharding import POSITION
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS, field_of_key, max_positions
 from marin_rl.utils.settings.checks import accepts, type_problems
@@ -28,10 +32,6 @@ from marin_rl.utils.settings.section_types import (
     section_of,
 )
 
-if TYPE_CHECKING:
-    from marin_rl.config.run_config import AbstractRunConfig, Check
-    from marin_rl.config.train_config import TrainConfig
-
 _SCHEDULE = (
     *("warmup", "decay", "rewarmup", "cooldown", "cycles", "cycle_length", "haps"),
     *("lr_schedule", "min_lr_ratio"),
@@ -39,7 +39,7 @@ _SCHEDULE = (
 """Settings of the learning-rate schedule."""
 
 
-def section_problems(config: "AbstractRunConfig") -> list[str]:
+def section_problems(config: Any) -> list[str]:
     """Problems of the classes of levanter's sections and their values, which a config built in Python may have."""
     own = {name: (field_types(type(config))[name], getattr(config, name)) for name in ("model", "optimizer")}
     own["trainer.tracker"] = field_types(type(config.trainer))["tracker"], config.trainer.tracker
@@ -57,63 +57,57 @@ def section_problems(config: "AbstractRunConfig") -> list[str]:
     return problems
 
 
-def _check_model(config: "AbstractRunConfig") -> Iterator[str]:
-    if config.model is None:
-        return
-    problems = list(model_problems(config.model))
+def check_architecture(model: LmConfig, sizes: RowSizes, trainer: TrainerConfig) -> Iterator[str]:
+    """Check that the project supports a model, also with these rows and this mesh."""
+    problems = list(model_problems(model))
     yield from problems
     # An architecture that is not supported may have no seq_len.
-    section, max_length = config.rows.section, config.rows.max_length
-    if not problems and max_length > max_positions(config.model):
+    section, max_length = sizes.section, sizes.max_length
+    if not problems and max_length > max_positions(model):
         yield (
-            f"{section}.max_length is {max_length}, but the model's context has {max_positions(config.model)} tokens "
+            f"{section}.max_length is {max_length}, but the model's context has {max_positions(model)} tokens "
             f"(model.seq_len); lower {section}.max_length or raise model.seq_len"
         )
-    name = choice_name(config.model)
-    if name == "gpt2" and POSITION in (config.trainer.tensor_parallel_axes or ()):
+    name = choice_name(model)
+    if name == "gpt2" and POSITION in (trainer.tensor_parallel_axes or ()):
         yield (
             "trainer.tensor_parallel_axes is ['position'], but the positions of a gpt2 model cannot be split over "
             "devices, because it has an attention module of its own; use another axis, such as mlp"
         )
     if name == "mixtral":
-        problem = window_problem(config.model, max_length, section)
+        problem = window_problem(model, max_length, section)
         yield from [] if problem is None else [problem]
         for key in ("tensor_parallel_axes", "axis_resources"):
-            if "experts" in (getattr(config.trainer, key) or ()):
+            if "experts" in (getattr(trainer, key) or ()):
                 yield (
                     f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
                     "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
                 )
 
 
-def check_teacher_context(config: "TrainConfig") -> Iterator[str]:
-    """Check that the context of a teacher fits into the model."""
-    if config.model is None or any(model_problems(config.model)):
+def check_adapter(model: LmConfig, lora: LoraConfig) -> Iterator[str]:
+    """Check that an adapter fits the model."""
+    if any(model_problems(model)):
         return
-    contexts = [part.context for part in config.reference.parts if isinstance(part, PolicyReferenceConfig)]
-    more = max((context.max_tokens for context in contexts if context is not None), default=0)
-    if more and config.rollouts.max_length + more > max_positions(config.model):
+    check_targets(model, lora.targets)
+    if lora.rank > (size := model.Embed.size):
         yield (
-            f"reference.context.max_tokens is {more} and rollouts.max_length {config.rollouts.max_length}, but the "
-            f"model's context has {max_positions(config.model)} tokens (model.seq_len); lower one of them or raise "
-            "model.seq_len"
-        )
-
-
-def _check_targets(config: "AbstractRunConfig") -> Iterator[str]:
-    if config.lora is None or config.model is None or any(model_problems(config.model)):
-        return
-    check_targets(config.model, config.lora.targets)
-    if config.lora.rank > (size := config.model.Embed.size):
-        yield (
-            f"lora.rank is {config.lora.rank}, but the model has a hidden size of {size}, so the adapter would be "
+            f"lora.rank is {lora.rank}, but the model has a hidden size of {size}, so the adapter would be "
             "larger than the weights; lower lora.rank, or set lora: null to train all weights"
         )
 
 
-def _check_optimizer(config: "AbstractRunConfig") -> Iterator[str]:
+def check_context(model: LmConfig, max_length: int, more: int) -> Iterator[str]:
+    """Check that rollouts with `more` tokens of the context of a teacher fit into the model."""
+    if more and not any(model_problems(model)) and max_length + more > max_positions(model):
+        yield (
+            f"reference.context.max_tokens is {more} and rollouts.max_length {max_length}, but the model's context "
+            f"has {max_positions(model)} tokens (model.seq_len); lower one of them or raise model.seq_len"
+        )
+
+
+def check_optimizer(optimizer: Any) -> Iterator[str]:
     """Check that the update of the optimizer can be compiled, and that its learning rate is finite."""
-    optimizer: Any = config.optimizer
     name = choice_name(optimizer)
     yield from _optimizer_ranges(optimizer)
     schedules = section_of(field_types(type(optimizer))["lr_schedule"]).get_known_choices()
@@ -148,50 +142,38 @@ def _optimizer_ranges(optimizer: Any) -> Iterator[str]:
             yield f"optimizer.{key} is {getattr(optimizer, key)}; it must be at least 0 and below 1"
 
 
-def _check_row_length(config: "AbstractRunConfig") -> Iterator[str]:
+def check_row_length(model: LmConfig | None, sizes: RowSizes, context_shards: int) -> Iterator[str]:
     """Check that a platform supports the row length; the run's platform is checked after jax has started."""
     errors = []
     for platform in PLATFORMS:
         try:
-            config.rows.sizes.positions(attention_kernel(config.model, platform, config.context_shards))
+            sizes.positions(attention_kernel(model, platform, context_shards))
         except ValueError as error:
             errors.append(str(error))
     if len(errors) == len(PLATFORMS):
         yield errors[0]
 
 
-def _check_export(config: "AbstractRunConfig") -> Iterator[str]:
-    if config.model is not None:
-        check_model(config.model, max_length=config.rows.max_length, section=config.rows.section)
+def check_export(model: LmConfig, sizes: RowSizes) -> Iterator[str]:
+    """Check that the model can be exported."""
+    check_model(model, max_length=sizes.max_length, section=sizes.section)
     yield from ()
 
 
-def _check_schedule(config: "AbstractRunConfig") -> Iterator[str]:
+def check_schedule(optimizer: OptimizerConfig, num_updates: int) -> Iterator[str]:
     """Check that levanter can build the learning-rate schedule, whose phases must fit into the run."""
     # The updates of whole epochs are counted when the data is read.
-    if not config.num_updates or any(_check_optimizer(config)):
+    if not num_updates or any(check_optimizer(optimizer)):
         return
-    optimizer = config.optimizer
     try:
         with warnings.catch_warnings(action="ignore"):
             # Traced, because a computation would start the devices, which only a run may do.
-            jax.eval_shape(lambda: optimizer.lr_scheduler(config.num_updates)(0))
+            jax.eval_shape(lambda: optimizer.lr_scheduler(num_updates)(0))
     except (ValueError, ArithmeticError) as error:
         keys = [key for key in _SCHEDULE if getattr(optimizer, key) != default_of(type(optimizer), key)]
         given = ", ".join(f"optimizer.{key} is {getattr(optimizer, key)!r}" for key in keys)
         yield (
-            f"{given}, but the run has {config.num_updates} updates (num_steps x updates), for which levanter cannot "
+            f"{given}, but the run has {num_updates} updates (num_steps x updates), for which levanter cannot "
             f"build the learning-rate schedule ({str(error).rstrip('.')}); set numbers of updates that fit into the "
             "run, or shares of it, such as 0.1"
         )
-
-
-LEVANTER_CHECKS: "tuple[Check, ...]" = (
-    _check_model,
-    _check_targets,
-    _check_optimizer,
-    _check_row_length,
-    _check_export,
-    _check_schedule,
-)
-"""Checks of levanter's sections that all commands that train share."""

@@ -26,10 +26,10 @@ from marin_rl.distributed.weights.manifest import (
     WrongSecretError,
 )
 from marin_rl.distributed.weights.publish import TrainingHost, open_sender
-from marin_rl.distributed.worker import WeightPrefetcher, Weights, WorkerPolicy
 from marin_rl.environments.base import Split
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher
+from marin_rl.training.worker import WeightPrefetcher, Weights, WorkerPolicy
 from marin_rl.types import Generation, RolloutGroup, WeightVersion
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.errors import Closing
@@ -72,7 +72,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def known_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("marin_rl.training.worker.ThreadPoolExecutor", InlineExecutor)
     # All generations are sampled in one round, independent of the speed of the machine.
     client = functools.partial(RequestBatcher, max_wait=600.0)
     monkeypatch.setattr("marin_rl.rollouts.run_rollouts.RequestBatcher", client)
@@ -204,7 +204,7 @@ def test_poll_returns_last_result_and_fetches_newer_weights() -> None:
 
 
 def test_poll_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.distributed.worker.ThreadPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr("marin_rl.training.worker.ThreadPoolExecutor", ThreadPoolExecutor)
     arrived = threading.Event()
     asked = []
 

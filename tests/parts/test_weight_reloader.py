@@ -13,9 +13,9 @@ import pytest
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.learner.policy_model import load_hf_policy
-from marin_rl.learner.weight_reloader import WeightReloader
 from marin_rl.models.lora import init_adapter, with_adapter
 from marin_rl.models.peft_format import load_peft_adapter
+from marin_rl.parts.weight_reloader import WeightReloader
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
