@@ -4,9 +4,9 @@
 """Run the checks: `python -m tests.check` in minutes, `python -m tests.check --all` whole. Stops at the first failure.
 
 The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). Without
-options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds the rest: docs,
-the other tests, and those that depend on levanter and are not slow on its other line, in an environment that is made in
-the checkout and kept for the next time. `--rest` runs only the rest, `--other_line` only the other line.
+options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds docs, the other
+tests (both alone: `--rest`), and tests that depend on levanter on its other line (alone: `--other_line`), in an
+environment that is made in the checkout and kept for the next time.
 """
 
 import argparse
@@ -39,6 +39,18 @@ OTHER_TESTS = (
     "tests/utils/settings",
     "tests/utils/test_levanter_line.py",
     "tests/training/test_loop.py",
+)
+"""The tests that run on both lines: what calls levanter, haliax, jax or transformers directly, and short runs."""
+OTHER_MEDIUM_TESTS = (
+    "tests/models",
+    "tests/learner/test_hf_export.py",
+    "tests/learner/test_lora_update.py",
+    "tests/learner/test_policy_model.py",
+    "tests/learner/test_scoring.py",
+    "tests/learner/test_train_step.py",
+    "tests/runs/test_checkpoint.py",
+    "tests/sampling/test_cached_model.py",
+    "tests/training/test_loop.py",
     *(
         f"tests/serving/tinker/test_trainer.py::test_{name}"
         for name in (
@@ -49,8 +61,7 @@ OTHER_TESTS = (
         )
     ),
 )
-"""The tests that run on both lines: what calls levanter, haliax, jax or transformers directly, a short run, and some of
-the trainer of a server, which calls the learner."""
+"""Those that are marked `medium`: conversion, updates, scores, export, adapters, sampling, checkpoints, a server."""
 
 Checks = list[tuple[str, list[str]]]
 """The name and command of each check."""
@@ -88,9 +99,13 @@ def checks_of_other_line() -> Checks:
     clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", f"VIRTUAL_ENV={folder}", path]
     make = ("environment", [*clean, found, "-m", "venv", "--clear", str(folder)])
     install = [*clean, python, "-m", "pip", "install", "-q", "-e", ".[test]"]
-    # Learning curves are the same on both lines.
-    tests = [*clean, python, *PYTEST, "--durations", "20", "-m", "not slow", *OTHER_TESTS]
-    checks = [(f"installation on Python {OTHER_PYTHON}", install), (f"tests on Python {OTHER_PYTHON}", tests)]
+    fast = [*clean, python, *PYTEST, "-m", "not slow and not medium", *OTHER_TESTS]
+    medium = [*clean, python, *PYTEST, "--durations", "20", "-m", "medium", *OTHER_MEDIUM_TESTS]
+    checks = [
+        (f"installation on Python {OTHER_PYTHON}", install),
+        (f"fast tests on Python {OTHER_PYTHON}", fast),
+        (f"other tests on Python {OTHER_PYTHON}", medium),
+    ]
     return checks if is_usable(python, OTHER_PYTHON) else [make, *checks]
 
 
@@ -134,14 +149,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run checks and tests; stop at the first failure.")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--all", action="store_true", help="also docs, all other tests and the other line of levanter")
-    parts.add_argument("--rest", action="store_true", help="only what --all adds")
+    parts.add_argument("--rest", action="store_true", help="only docs and all other tests")
     parts.add_argument("--other_line", action="store_true", help=f"only test on Python {OTHER_PYTHON}")
     options = parser.parse_args()
     if not (options.rest or options.other_line) and ((status := run(fast_checks())) or not options.all):
         return status
     if not options.other_line:
         with tempfile.TemporaryDirectory() as site:
-            if status := run(other_checks(site)):
+            if (status := run(other_checks(site))) or options.rest:
                 return status
     checks = checks_of_other_line()
     if not checks:

@@ -76,7 +76,7 @@ def test_without_the_python_the_last_lines_say_that_nothing_was_tested(
     assert "NOTHING WAS TESTED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", check.OTHER_TESTS)
+@pytest.mark.parametrize("path", [*check.OTHER_TESTS, *check.OTHER_MEDIUM_TESTS])
 def test_tests_of_the_other_line_exist(path: str) -> None:
     file, _, test = path.partition("::")
     text = (Path(check.__file__).parent.parent / file).read_text() if test else ""

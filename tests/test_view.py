@@ -133,6 +133,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", CONTROLS)
 def test_no_text_of_a_run_controls_the_terminal(kind: str, tmp_path, capsys):
     """Every text of a rollout, the names of the folder and of the page, and errors."""

@@ -21,6 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_reported(case: str, results: Results):
     status, output, imported = results[case]

@@ -43,6 +43,7 @@ def lists(path: Path) -> None:
     pq.write_table(pa.table({"prompt": pa.array([["x" * 100] * 1_000_000])}), path)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("write", [dictionary, runs, compressed, lists])
 def test_a_small_parquet_file_that_expands_is_refused(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "train.parquet")

@@ -47,6 +47,7 @@ def test_answers_of_tasks_earn_the_full_reward(task: str):
             assert reward(environment, drawn, "certainly not this") == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reverse", [False, True])
 def test_compact_prompts_and_worked_answers(reverse: bool):
     environment = chain_sum(**COMPACT, reverse_answer=reverse)

@@ -69,6 +69,7 @@ def test_worked_answers_earn_the_full_reward_and_garbage_none(environment: Abstr
             assert reward < 0.5 if environment.name == reverse_text.NAME else reward == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_control_has_random_rewards_for_the_training_tasks_only(path: Path) -> None:
     config = random_reward(read(path), 1)

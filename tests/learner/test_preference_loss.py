@@ -124,6 +124,7 @@ def test_split_pairs_change_an_update(updates):
     assert abs(metrics["loss/total"] - updates["plain"][0]["loss/total"]) > 1e-3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["plain", ALL])
 def test_first_loss_is_log_2_and_the_update_raises_the_chosen_answer(tiny, trainer, name):
     config, layout = CONFIGS[name], LAYOUTS["one microbatch"]

@@ -115,6 +115,7 @@ def differentiate(tiny, trainer):
     return compute
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FAMILIES)
 def test_export_and_import_are_exact(name: str, tiny, trainer, tmp_path: Path) -> None:
     base = shapes_of(random_model(FAMILIES[name]))

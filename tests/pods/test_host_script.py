@@ -52,6 +52,7 @@ def state(host: Path) -> str:
     return state
 
 
+@pytest.mark.medium
 def test_a_job_is_started_once_and_receives_one_signal(host: Path) -> None:
     start(host, COUNTING)
     start(host, COUNTING)

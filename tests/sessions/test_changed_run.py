@@ -211,6 +211,7 @@ def test_a_start_that_fails_leaves_the_config(
         assert (run.path / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("missing", ["hf", "hf/config.json", "hf/training_step.json", "hf/model.safetensors"])
 def test_a_finished_run_without_its_export_is_exported(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str

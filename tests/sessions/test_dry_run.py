@@ -251,6 +251,7 @@ def assert_green(run: TinyRun, capfd: pytest.CaptureFixture[str], outlook: str, 
     assert run.records()[-1]["step"] == step
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", RED)
 def test_red(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

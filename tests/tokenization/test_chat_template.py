@@ -56,6 +56,7 @@ def test_errors_of_a_template_are_its_own(source: str, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "source",
     [

@@ -237,6 +237,7 @@ def test_packing_does_not_change_a_run(finished: TinyRun, tmp_path: Path) -> Non
             assert found[name] == pytest.approx(expected[name], abs=1e-4), name
 
 
+@pytest.mark.medium
 def test_export_holds_the_trained_weights(tiny, trainer, finished: TinyRun) -> None:
     policy = load_hf_policy(str(finished.path / "hf"), ChatTokenizer(byte_tokenizer()), trainer, None)
     norms = {path: float(np.abs(array).sum()) for path, array in tiny.arrays_by_path(policy).items()}

@@ -131,6 +131,7 @@ def test_a_longer_run_equals_one_of_that_length(finished: SftRun, tmp_path: Path
     assert outcome(longer)["state"] == outcome(whole)["state"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("more", "key"),
     [

@@ -296,8 +296,9 @@ def writes_many_files():
 
 
 def nests_folders():
+    # Deeper than Python's limit of recursion, and with a path longer than the system's limit.
     os.umask(0)
-    for _ in range(1500):
+    for _ in range(1050):
         os.mkdir("deeper")
         os.chdir("deeper")
 

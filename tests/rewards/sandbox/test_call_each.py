@@ -54,6 +54,7 @@ def processes(found: Sequence[EvaluateResult | RewardCallError]) -> list[int]:
     return [-1 if isinstance(one, RewardCallError) else numbers.setdefault(one.reason, len(numbers)) for one in found]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_call_finds_the_state_after_the_import_whatever_other_calls_changed(level: Isolation, attacks: Attacks):
     # At the level `none`, calls can write to folders that all processes share.
@@ -182,6 +183,7 @@ def test_a_killed_worker(attacks: Attacks, tmp_path: Path):
     assert attack.sandbox.batches_calls(UserFunction(FILE, "stateless"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("function", "reply"), [("slow", "takes_long"), ("hanging", "hangs_together")])
 def test_slow_calls_stop_to_share_a_process(function: str, reply: str, attacks: Attacks):
     attack = started(attacks, Isolation.NONE)

@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -119,4 +120,6 @@ def steps(tinker: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     import tinker
 
-    json.dump({"session": session, "likeliest": likeliest, "steps": steps}[sys.argv[1]](tinker), sys.stdout)
+    print(json.dumps({"session": session, "likeliest": likeliest, "steps": steps}[sys.argv[1]](tinker)), flush=True)
+    # Threads of the SDK can abort an interpreter that ends.
+    os._exit(0)

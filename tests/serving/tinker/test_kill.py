@@ -105,6 +105,7 @@ class Client:
         assert all(body == self.sent.get(seq, body) for seq, body in recorded)
 
 
+@pytest.mark.medium
 def test_answered_operations_are_recorded_once(tmp_path: Path) -> None:
     client, generator = Client(tmp_path, 0), random.Random(0)
     with client.program:

@@ -217,6 +217,7 @@ def test_compressed_and_large_bodies(shared: tuple[Wire, str]) -> None:
     assert large.status_code == 413
 
 
+@pytest.mark.medium
 def test_one_client_trains_until_it_ends(tmp_path: Path) -> None:
     with serving(tmp_path, limits=Limits(session=1.0)) as (url, service):
         wire = Wire(url)

@@ -53,6 +53,7 @@ def test_steps_of_an_earlier_run_are_not_counted(tmp_path: Path) -> None:
         run(tmp_path, STEPS)
 
 
+@pytest.mark.medium
 def test_processes_that_it_started_are_ended_with_it(tmp_path: Path) -> None:
     # The child holds the write end of a pipe until it ends.
     path = tmp_path / "pipe"
