@@ -394,7 +394,7 @@ def test_every_config_class_and_its_fields_are_in_the_reference(cls: type) -> No
 def test_the_answer_of_a_reward_function_is_in_the_reference(cls: type[pydantic.BaseModel]) -> None:
     shown = reference()[f"{cls.__module__}.{cls.__qualname__}"]["members"]
     assert set(cls.model_fields) <= set(shown)
-    assert "marin_rl.rewards.functions.reward_function" in reference()
+    assert "marin_rl.rewards.sandbox.functions.reward_function" in reference()
 
 
 # The page of metrics.

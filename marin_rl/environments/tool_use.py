@@ -39,8 +39,8 @@ from marin_rl.environments.tools import (
     tool_schema,
 )
 from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.functions import RewardCallError
 from marin_rl.rewards.reply_text import parse_reply
+from marin_rl.rewards.sandbox.functions import RewardCallError
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox
 from marin_rl.types import Message, Task
 from marin_rl.utils.errors import describe, explain

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import draccus
 
-from marin_rl.rewards.functions import (
+from marin_rl.rewards.sandbox.functions import (
     STANDARD_KEYWORDS,
     EvaluateResult,
     RewardCallError,

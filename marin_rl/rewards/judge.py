@@ -33,8 +33,8 @@ import httpx
 from annotated_types import Ge, Gt
 
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.reply_text import graded_text
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import MAX_REWARD
 from marin_rl.utils.event_loop import gather_all

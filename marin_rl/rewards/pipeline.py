@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import marin_rl.rewards.code
 import marin_rl.rewards.judge  # noqa: F401
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Message, RewardResult, TurnReward
 

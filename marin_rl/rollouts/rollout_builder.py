@@ -16,8 +16,8 @@ from marin_rl.environments.agent import check_reward
 from marin_rl.environments.base import AgentResult, Step
 from marin_rl.environments.random_reward import RandomRewards
 from marin_rl.objectives.shaping import TRUNCATED
-from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
+from marin_rl.rewards.sandbox.functions import RewardRequest
 from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment
-from marin_rl.rewards.functions import RewardFailure
+from marin_rl.rewards.sandbox.functions import RewardFailure
 from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
 from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts

@@ -18,8 +18,8 @@ from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.single_turn import FULL_REWARD, GARBAGE, garbage_reply, is_answer
 from marin_rl.environments.streams import MixtureConfig, MixtureEnvironment
 from marin_rl.rewards.component import RewardComponentConfig, RewardScope
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, require_one_success, run_groups
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest

@@ -16,9 +16,9 @@ from marin_rl.environments.streams import MixturePartConfig
 from marin_rl.environments.tool_use import ToolDescription, ToolLimits, ToolUseEnvironment
 from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConfig, ToolError
 from marin_rl.environments.verifiers import VerifiersConfig
-from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer

@@ -28,8 +28,8 @@ from marin_rl.environments.tools import (
     parse_call,
     tool_schema,
 )
-from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.reply_text import parse_reply
+from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.utils.user_code import UserFileError
 

@@ -35,8 +35,8 @@ from haliax import Axis  # noqa: F401  before marin_rl: see tests/tiny_run.py
 from experiments.reload_vllm import ADAPTER, HEAD_FILE, reload
 from experiments.reload_vllm import main as write_start
 from marin_rl.export import main as export
-from marin_rl.rewards.functions import RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
+from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure, RewardRequest
 from tests.distributed.thread_workers import thread_workers
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun, make_run

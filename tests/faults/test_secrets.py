@@ -26,7 +26,7 @@ MARK = "hush-hush"
 
 REWARDS = """
 import json, os
-from marin_rl.rewards.functions import reward_function
+from marin_rl.rewards.sandbox.functions import reward_function
 
 @reward_function
 def looks(messages, ground_truth, **kwargs):

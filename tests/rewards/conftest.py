@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.functions import RewardRequest
+from marin_rl.rewards.sandbox.functions import RewardRequest
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import yaml
 
 from marin_rl.rewards.code import parse_tests
 from marin_rl.rewards.component import RewardScope
-from marin_rl.rewards.functions import RewardFailure, RewardRequest
 from marin_rl.rewards.judge import LlmJudgeConfig
 from marin_rl.rewards.pipeline import (
     RewardComponentConfig,
@@ -28,6 +27,7 @@ from marin_rl.rewards.pipeline import (
     weighted_rewards,
 )
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import RewardResult

@@ -23,8 +23,8 @@ from marin_rl.rewards.code import (
     run_tests,
 )
 from marin_rl.rewards.component import RewardConfigError
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
 from marin_rl.types import Task

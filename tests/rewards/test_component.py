@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError, RewardScope, check_component_name
-from marin_rl.rewards.functions import EvaluateResult
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import EvaluateResult
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.judge import JudgeCriterion, LlmJudge, LlmJudgeConfig, shown_order
 from marin_rl.rewards.pipeline import score_rollouts
+from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
 from marin_rl.types import RewardResult
 from marin_rl.utils.http_client import response_limit
 from marin_rl.utils.settings.decode import decode, encode

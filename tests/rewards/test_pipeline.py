@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import RewardComponent, RewardConfigError, RewardScope
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
 from marin_rl.rewards.pipeline import (
     StepIndexError,
     align_steps,
@@ -25,6 +24,7 @@ from marin_rl.rewards.pipeline import (
     turn_rewards,
     weighted_rewards,
 )
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import Message, RewardResult, TurnReward
 

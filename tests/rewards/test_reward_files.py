@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.functions import RewardRequest
 from marin_rl.rewards.pipeline import build_components, check_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.types import RewardResult

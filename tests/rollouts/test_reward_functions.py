@@ -15,8 +15,8 @@ import pytest
 
 from marin_rl.environments.base import Step
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.reward_functions import RewardFunctions

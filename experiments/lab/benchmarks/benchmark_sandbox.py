@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.benchmarks.measurement import benchmark_parser, make_report, ratios, say, spread
-from marin_rl.rewards.functions import EvaluateResult, RewardFunction, RewardRequest, evaluate
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardFunction, RewardRequest, evaluate
 from marin_rl.rewards.sandbox.isolation import IS_LINUX, Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox, UserFunction
 from marin_rl.rewards.sandbox.processes import list_descendants

@@ -248,7 +248,7 @@ def _failure(error: BaseException, spec: WorkerSpec) -> dict[str, str]:
     """Describe an error of a call; the description continues a sentence that begins with the function's name."""
     import pydantic
 
-    from marin_rl.rewards.functions import EvaluateResult, RewardFunctionError, StepOutput, describe_invalid
+    from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardFunctionError, StepOutput, describe_invalid
 
     if isinstance(error, RewardFunctionError) and not own_frames(error):
         return {"invalid": str(error)}
@@ -260,7 +260,7 @@ def _failure(error: BaseException, spec: WorkerSpec) -> dict[str, str]:
 def _describe(functions: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the reward functions of the file by name."""
     # Imported before the fork, once for all calls.
-    from marin_rl.rewards.functions import RewardFunction, required_options
+    from marin_rl.rewards.sandbox.functions import RewardFunction, required_options
 
     return {
         name: {
@@ -291,7 +291,7 @@ def _run_calls(request: dict[str, Any], functions: Mapping[str, Any], spec: Work
 
 
 def _run_function(request: dict[str, Any], functions: Mapping[str, Any]) -> str:
-    from marin_rl.rewards.functions import RewardFunction, RewardFunctionError, RewardRequest, evaluate
+    from marin_rl.rewards.sandbox.functions import RewardFunction, RewardFunctionError, RewardRequest, evaluate
 
     function = functions.get(request["function"])
     if not isinstance(function, RewardFunction):

@@ -29,7 +29,8 @@ from typing import Any, Self
 
 import pydantic
 
-from marin_rl.rewards.functions import (
+from marin_rl.rewards.sandbox.config import SandboxConfig, worker_spec
+from marin_rl.rewards.sandbox.functions import (
     EvaluateResult,
     RewardCallError,
     RewardFailure,
@@ -37,7 +38,6 @@ from marin_rl.rewards.functions import (
     RewardRequest,
     describe_invalid,
 )
-from marin_rl.rewards.sandbox.config import SandboxConfig, worker_spec
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, find_holes, landlock_version, self_test
 from marin_rl.rewards.sandbox.seccomp import seccomp_is_supported
 from marin_rl.rewards.sandbox.worker_process import (

@@ -19,7 +19,10 @@ from typing import Any, Self
 
 import pydantic
 
-from marin_rl.rewards.functions import (
+from marin_rl.rewards.sandbox import protocol
+from marin_rl.rewards.sandbox.config import SCRATCH, SandboxConfig, worker_command, worker_environment
+from marin_rl.rewards.sandbox.folders import remove
+from marin_rl.rewards.sandbox.functions import (
     EvaluateResult,
     RewardCallError,
     RewardFailure,
@@ -27,9 +30,6 @@ from marin_rl.rewards.functions import (
     check_metric_names,
     describe_invalid,
 )
-from marin_rl.rewards.sandbox import protocol
-from marin_rl.rewards.sandbox.config import SCRATCH, SandboxConfig, worker_command, worker_environment
-from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
 
 logger = logging.getLogger(__name__)

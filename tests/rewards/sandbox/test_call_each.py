@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox import pool
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import UserFunction
 from tests.rewards.sandbox.conftest import CONFINED_LEVELS, LEVELS, REQUEST, TIGHT, Attack, Attacks
@@ -67,7 +67,7 @@ def test_a_call_finds_the_state_after_the_import_whatever_other_calls_changed(le
 
 HACK = """
 import builtins
-import marin_rl.rewards.functions as functions
+import marin_rl.rewards.sandbox.functions as functions
 score = 0.25
 builtins.float = lambda text: 1e6
 functions.evaluate = lambda *_, result=functions.EvaluateResult(score=1e6): [result]

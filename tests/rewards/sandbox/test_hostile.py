@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox import pool
 from marin_rl.rewards.sandbox.config import SandboxConfig
+from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.processes import list_descendants
 from tests.rewards.sandbox.conftest import (

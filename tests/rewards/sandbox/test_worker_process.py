@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from marin_rl.rewards.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox import worker_process
 from marin_rl.rewards.sandbox.config import SandboxConfig, worker_spec
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.worker_process import (
     WorkerLostError,

@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marin_rl.rewards import EvaluateResult, StepOutput, reward_function
-from marin_rl.rewards.functions import RewardFunctionError, RewardMode, describe_invalid, evaluate, required_options
+from marin_rl.rewards.sandbox.functions import (
+    RewardFunctionError,
+    RewardMode,
+    describe_invalid,
+    evaluate,
+    required_options,
+)
 from marin_rl.types import MAX_REWARD
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -259,7 +265,7 @@ def test_importing_is_light():
         "import sys; from marin_rl.rewards import reward_function, EvaluateResult, StepOutput\n"
         "heavy = {'jax', 'numpy', 'draccus', 'transformers', 'asyncio', 'httpx'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "import marin_rl.rewards.functions\n"
+        "import marin_rl.rewards.sandbox.functions\n"
         "from marin_rl.rewards import reward_function as again\n"
         "assert again is reward_function"
     )
