@@ -157,7 +157,7 @@ def test_logprobs_sum_over_all_turns(tokenizer: ChatTokenizer):
     builder, _, batch = run_paths(EPISODES, tokenizer=tokenizer)
     [packed] = builder.minibatches(batch.rollouts, 1)
     rng = np.random.default_rng(0)
-    shape = (builder.layout.rows_per_microbatch, 64)
+    shape = (builder.parts.layout.rows_per_microbatch, 64)
     learner = [-rng.random(shape).astype(np.float32) for _ in packed.microbatches]
     loss = 0.0
     for part, logprobs in zip(jax.tree.map(jnp.asarray, packed.microbatches), learner, strict=True):
