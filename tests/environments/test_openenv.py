@@ -180,6 +180,14 @@ def test_episodes(either: str):
     assert asyncio.run(beside_another()) == [True, True]
 
 
+@pytest.mark.parametrize(("success_at", "success"), [(1.0, 1.0), (1.25, 0.0)])
+def test_success_needs_rewards_of_success_at(stand_in: str, success_at: float, success: float):
+    environment = build(stand_in, success_at=success_at)
+    task = environment.tasks(Split.TRAIN)[0]
+    *_, last = play(environment, task, [guess(secret(environment, task))])
+    assert (last.rewards["game"], last.metrics["success"]) == (1.0, success)
+
+
 @pytest.mark.parametrize(
     ("number", "error", "message"),
     [

@@ -18,7 +18,7 @@ from marin_rl.batching.rollout_batch import sequence_lengths
 from marin_rl.environments.base import AgentConnection
 from marin_rl.environments.game_process import GameError, GameServerError, call_each
 from marin_rl.environments.splits import Split
-from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment
+from marin_rl.environments.verifiers import VerifiersConfig, VerifiersEnvironment, VerifiersEpisode
 from marin_rl.parts.rl import make_gateway
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
@@ -218,6 +218,27 @@ def test_infinite_and_unknown_tasksets_and_retries_are_refused(folder: Path, dig
 def test_invalid_configs_are_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         VerifiersConfig(**{"taskset": "x", **changes})
+
+
+class Game:
+    """A process of verifiers, and its server, that scores every episode alike."""
+
+    async def start(self) -> "Game":
+        return self
+
+    async def call(self, function: str, **arguments: Any) -> dict[str, Any]:
+        return {"rewards": {"correct": 0.5, "style": 0.25}, "metrics": {"turns": 2.0}, "info": {}}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("success_at", "success"), [(0.75, 1.0), (1.0, 0.0)])
+def test_success_needs_rewards_of_success_at(success_at: float, success: float):
+    game: Any = Game()
+    episode = VerifiersEpisode(VerifiersConfig("x", success_at=success_at), game, {})
+    connection = AgentConnection("http://x", "key", "http://x", "http://x", "r1", lambda: None)
+    assert asyncio.run(episode.play(connection)).metrics == {"turns": 2.0, "success": success}
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
