@@ -7,6 +7,7 @@ The models of both are those of a folder in Hugging Face format. The formulas ar
 """
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -157,3 +158,5 @@ def main(folder: str, output: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # Threads of the SDK can abort an interpreter that ends.
+    os._exit(0)
