@@ -17,10 +17,11 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from marin_rl.serving.bodies import CLIENT_LEFT, ApiError, error_response
+from marin_rl.serving.bodies import CLIENT_LEFT, ApiError, error_response, json_response
 from marin_rl.utils.settings.fields import is_loopback
 
 Resource = Literal["requests", "sequences", "bytes of requests"]
@@ -62,11 +63,7 @@ class Admission:
 
         def admit(resource: Resource, number: int) -> None:
             if resource in self._limits and (used := self.used[resource]) + number > self._limits[resource]:
-                raise ApiError(
-                    f"the server has {used} {resource} in progress or waiting, and accepts no more; retry later",
-                    status=HTTPStatus.TOO_MANY_REQUESTS,
-                    code="rate_limit_exceeded",
-                )
+                raise busy(f"the server has {used} {resource} in progress or waiting, and accepts no more")
             self.used[resource] += number
             own[resource] += number
 
@@ -124,6 +121,18 @@ def limited_app(
             count(path, status if is_whole else CLIENT_LEFT, time.monotonic() - start)
 
     return admitted
+
+
+def busy(reason: str) -> ApiError:
+    """Return the error of a request that can be repeated later."""
+    return ApiError(f"{reason}; retry later", status=HTTPStatus.TOO_MANY_REQUESTS, code="rate_limit_exceeded")
+
+
+def health(part: str, failure: object, **fields: str) -> Response:
+    """Answer a request for the health of a server: status 200 with fields, or 503 if a part, "the trainer", failed."""
+    if failure is not None:
+        raise ApiError(f"{part} failed: {failure}", status=HTTPStatus.SERVICE_UNAVAILABLE)
+    return json_response({"status": "ok", **fields})
 
 
 def check_key(given: str, key: str, remedy: str) -> None:

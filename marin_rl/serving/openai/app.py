@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from marin_rl.serving.admission import MAX_BODIES, Admission, check_bearer, check_host, limited_app
-from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response
+from marin_rl.serving.admission import MAX_BODIES, Admission, check_bearer, check_host, health, limited_app
+from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError
 from marin_rl.serving.http_metrics import HttpMetrics
 from marin_rl.serving.openai.endpoints import Endpoints
 from marin_rl.serving.openai.engine import Engine
@@ -118,9 +118,7 @@ class Server:
         """Do nothing."""
 
     async def _health(self, request: Request) -> Response:
-        if self._engine.failure is not None:
-            raise ApiError(f"the sampler failed: {self._engine.failure}", status=HTTPStatus.SERVICE_UNAVAILABLE)
-        return json_response({"status": "ok", "model": self.model})
+        return health("the sampler", self._engine.failure, model=self.model)
 
     def _check_client(self, headers: Headers) -> None:
         if self._key is not None:

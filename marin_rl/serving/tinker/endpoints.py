@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from marin_rl.serving.admission import Admission, check_host, check_key, limited_app, read_body
+from marin_rl.serving.admission import Admission, check_host, check_key, health, limited_app, read_body
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response, read_object
 from marin_rl.serving.http_metrics import HttpMetrics
 from marin_rl.serving.tinker import requests
@@ -154,9 +154,7 @@ class TinkerApp:
         return json_response({"status": "accepted"})
 
     async def _health(self, request: Request) -> Response:
-        if (failure := self._service.failure) is not None:
-            raise ApiError(f"the trainer failed: {failure}", status=HTTPStatus.SERVICE_UNAVAILABLE)
-        return json_response({"status": "ok"})
+        return health("the trainer", self._service.failure)
 
     async def _capabilities(self, request: Request) -> Response:
         context = {} if self._base.max_context is None else {"max_context_length": self._base.max_context}

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
+from marin_rl.serving.admission import busy
 from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.tinker import requests
 from marin_rl.serving.tinker.checkpoints import ServedModel
@@ -303,7 +304,7 @@ class Service:
                 raise ApiError(str(error)) from error
             waiting = sum(map(len, self._state.waiting.values()))
             if waiting >= MAX_WAITING_SAMPLES:
-                raise _busy(f"{waiting} requests wait for samples")
+                raise busy(f"{waiting} requests wait for samples")
             self._check_capacity(len(data))
             names = {"id": id, "kind": "sample", "digest": digest, "session": sampler.session}
             promise = self._accept({"record": "sample", **names}, data)
@@ -385,11 +386,11 @@ class Service:
 
     def _check_capacity(self, size: int) -> None:
         if self._state.waiting_bytes + size > MAX_WAITING_BYTES:
-            raise _busy(f"requests of {self._state.waiting_bytes} bytes wait")
+            raise busy(f"requests of {self._state.waiting_bytes} bytes wait")
         if self._state.result_bytes > MAX_RESULT_BYTES:
             self._state.forget_delivered(MAX_RESULT_BYTES // 2)
         if self._state.result_bytes > MAX_RESULT_BYTES:
-            raise _busy(f"results of {self._state.result_bytes} bytes are kept")
+            raise busy(f"results of {self._state.result_bytes} bytes are kept")
 
     def _accept(self, header: Mapping[str, Any], body: bytes) -> Promise:
         try:
@@ -408,10 +409,6 @@ def _digest(kind: str, body: bytes) -> str:
         values = json.loads(body)
         body = requests.canonical_json({**values, "sampling_session_seq_id": None})
     return hashlib.sha256(body).hexdigest()[:32]
-
-
-def _busy(what: str) -> ApiError:
-    return ApiError(f"{what}; retry later", status=HTTPStatus.TOO_MANY_REQUESTS, code="rate_limit_exceeded")
 
 
 def _unknown_model(id: str) -> ApiError:
