@@ -28,7 +28,8 @@ import threading
 import time
 import types
 
-from marin_rl.rewards import EvaluateResult, functions, reward_function
+from marin_rl.rewards import EvaluateResult, reward_function
+from marin_rl.rewards.sandbox import functions
 
 CALLS = []
 FOREVER = 1e6
