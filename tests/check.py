@@ -4,9 +4,9 @@
 """Run the checks: `python -m tests.check` in minutes, `python -m tests.check --all` whole. Stops at the first failure.
 
 The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). Without
-options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds docs, the other
-tests (both alone: `--rest`), and tests that depend on levanter on its other line (alone: `--other_line`), in an
-environment that is made in the checkout and kept for the next time.
+options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds the rest: docs,
+the other tests, and tests that depend on levanter on its other line, in an environment that is made in the checkout and
+kept for the next time. `--rest` runs only the rest, `--other_line` only the other line.
 """
 
 import argparse
@@ -149,14 +149,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run checks and tests; stop at the first failure.")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--all", action="store_true", help="also docs, all other tests and the other line of levanter")
-    parts.add_argument("--rest", action="store_true", help="only docs and all other tests")
+    parts.add_argument("--rest", action="store_true", help="only what --all adds")
     parts.add_argument("--other_line", action="store_true", help=f"only test on Python {OTHER_PYTHON}")
     options = parser.parse_args()
     if not (options.rest or options.other_line) and ((status := run(fast_checks())) or not options.all):
         return status
     if not options.other_line:
         with tempfile.TemporaryDirectory() as site:
-            if (status := run(other_checks(site))) or options.rest:
+            if status := run(other_checks(site)):
                 return status
     checks = checks_of_other_line()
     if not checks:

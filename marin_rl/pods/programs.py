@@ -37,7 +37,7 @@ from marin_rl.sampling.decoding import SamplerPrograms, Slots, compile_programs,
 from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
-from marin_rl.sessions.recipes import recipe_of
+from marin_rl.sessions.recipes import as_rl, recipe_of
 from marin_rl.utils.devices.arrays import copy_program, named_leaves
 from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard
@@ -64,8 +64,9 @@ class RunShapes:
     @property
     def rl(self) -> TrainConfig:
         """Config of an RL run, for the programs that other runs do not have."""
-        assert isinstance(self.config, TrainConfig)
-        return self.config
+        rl = as_rl(self.config)
+        assert rl is not None
+        return rl
 
     @property
     def num_layers(self) -> int:
@@ -287,7 +288,7 @@ def programs_of(parts: AbstractModelParts, hosts: int) -> list[str]:
     ['initial state', 'update', 'sampler weights', 'prefill', 'short prefill', 'decode']
     """
     config = parts.config
-    builtin = isinstance(config, TrainConfig) and isinstance(config.sampler, LevanterSamplerConfig)
+    builtin = (rl := as_rl(config)) is not None and isinstance(rl.sampler, LevanterSamplerConfig)
     needed = {
         "initial state": True,
         "update": True,

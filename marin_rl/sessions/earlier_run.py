@@ -26,7 +26,7 @@ from marin_rl.runs.run_directory import (
     read_config_text,
 )
 from marin_rl.runs.saved_checkpoint import Checkpoint
-from marin_rl.sessions.recipes import config_class
+from marin_rl.sessions.recipes import as_rl, config_class
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.training.run_state import warn_of_changed_inputs
 from marin_rl.utils import multihost
@@ -72,8 +72,8 @@ def require_rl(config: AbstractRunConfig, run: str, purpose: str) -> TrainConfig
     Raises:
         RunDirectoryError: if the run is one of supervised training.
     """
-    if isinstance(config, TrainConfig):
-        return config
+    if (rl := as_rl(config)) is not None:
+        return rl
     raise RunDirectoryError(
         f"{run!r} is a run of marin_rl.{config.command}, which has no environment and no rollouts, so "
         f"{purpose}; serve it with python -m marin_rl.serve --run, or start RL from it with initialize_from"

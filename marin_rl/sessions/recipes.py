@@ -4,7 +4,7 @@
 """The recipe of each command that trains, by the class of its config. A further command needs an entry here."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from marin_rl.config.run_config import AbstractRunConfig
@@ -24,6 +24,8 @@ class Recipe:
     """Class of the parts of a run."""
     open: "Callable[..., AbstractRun]"
     """Starts or resumes a run, from the class of the parts, the config, the data and a `Start`."""
+    check: Callable[..., Sequence[str]]
+    """The dry run; see [`dry_run`][marin_rl.sessions.dry_run.dry_run]."""
     read: Callable[[Any], tuple[Any, Any]] = lambda config: (config, None)
     """Reads the data that decides the length of a run; returns the complete config, and the data for `open`."""
 
@@ -34,26 +36,29 @@ class Recipe:
 def _train() -> Recipe:
     """Reinforcement learning."""
     from marin_rl.parts.rl import RunParts
+    from marin_rl.sessions.dry_run import dry_run
     from marin_rl.training.open_run import open_run
 
-    return Recipe(RunParts, open_run)
+    return Recipe(RunParts, open_run, dry_run)
 
 
 def _sft() -> Recipe:
     """Supervised fine-tuning."""
     from marin_rl.parts.supervised import SupervisedParts
+    from marin_rl.sessions.dry_run import dry_run_supervised
     from marin_rl.training.supervised_run import open_supervised, read_data
 
-    return Recipe(SupervisedParts, open_supervised, read_data)
+    return Recipe(SupervisedParts, open_supervised, dry_run_supervised, read_data)
 
 
 def _dpo() -> Recipe:
     """Direct preference optimization."""
     from marin_rl.parts.supervised import PreferenceParts
+    from marin_rl.sessions.dry_run import dry_run_supervised
     from marin_rl.training.preference_run import open_preferences
     from marin_rl.training.supervised_run import read_data
 
-    return Recipe(PreferenceParts, open_preferences, read_data)
+    return Recipe(PreferenceParts, open_preferences, dry_run_supervised, read_data)
 
 
 RECIPES: dict[type[AbstractRunConfig], Callable[[], Recipe]] = {TrainConfig: _train, SftConfig: _sft, DpoConfig: _dpo}
@@ -63,6 +68,11 @@ RECIPES: dict[type[AbstractRunConfig], Callable[[], Recipe]] = {TrainConfig: _tr
 def recipe_of(config: AbstractRunConfig) -> Recipe:
     """Return the recipe of a config."""
     return RECIPES[type(config)]()
+
+
+def as_rl(config: AbstractRunConfig) -> TrainConfig | None:
+    """Return the config of a run of RL, which alone samples; None for other runs."""
+    return config if isinstance(config, TrainConfig) else None
 
 
 def config_class(values: Mapping[str, Any]) -> type[AbstractRunConfig]:

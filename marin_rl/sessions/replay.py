@@ -212,7 +212,7 @@ def replay_step(directory: RunDirectory, config: TrainConfig, step: int) -> Repl
     warn_of_changed_inputs(checkpoint, digest_inputs(original, ("tokenizer", IMPORTS)))
     vocab_size = checkpoint.vocab_size
     parts.check_base(checkpoint.progress.get("base", ""))
-    state = parts.policy_spec(checkpoint.vocab_size).restore_state(checkpoint, parts.learner)
+    state = parts.policy_spec(vocab_size).restore_state(checkpoint, parts.learner)
     metrics: dict[str, float] = {}
     references = References(parts, functools.partial(_restore_initial, parts, checkpoints))
     learner = references.open_learner(vocab_size)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from marin_rl.config.input_files import digest_inputs
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.learner.scoring import prompt_scorer
 from marin_rl.parts.model import AbstractModelParts
@@ -22,7 +21,7 @@ from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.stops import stop_text_bytes
 from marin_rl.serving.options import choose_context
 from marin_rl.sessions.earlier_run import load_run, restore_checkpoint
-from marin_rl.sessions.recipes import recipe_of
+from marin_rl.sessions.recipes import as_rl, recipe_of
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.training.open_run import restore_policy
@@ -97,7 +96,7 @@ def load_policy(
             digest_inputs(config, ("tokenizer",)),
             functools.partial(restore_policy, parts),
         )
-        rl = config if isinstance(config, TrainConfig) else None
+        rl = as_rl(config)
         context = choose_context(max_context, max_positions(model.config), rl.rollouts.max_length if rl else None)
         sampling = rl.sampling if rl else SamplingConfig(max_new_tokens=context - 1)
         max_turns = rl.rollouts.max_turns if rl else None

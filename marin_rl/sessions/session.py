@@ -22,7 +22,6 @@ import jax
 from marin_rl.config.command_line import ParsedConfig
 from marin_rl.config.ray_cluster import check_ray, find_cluster
 from marin_rl.config.run_config import AbstractRunConfig
-from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.hf_export import DeviceWeights
 from marin_rl.learner.starting_weights import check_weight_files
@@ -37,9 +36,8 @@ from marin_rl.sessions.config_changes import (
     refuse_moved_runs,
 )
 from marin_rl.sessions.console import ProgressDisplay, describe_step, print_and_log, report_finished
-from marin_rl.sessions.dry_run import dry_run, dry_run_supervised
 from marin_rl.sessions.earlier_run import export_folder, read_config, resolve_model
-from marin_rl.sessions.recipes import recipe_of
+from marin_rl.sessions.recipes import as_rl, recipe_of
 from marin_rl.sessions.step_records import StepRecords, check_trackers, open_profiler, open_records
 from marin_rl.training.loop import AbstractRun, train
 from marin_rl.training.open_run import Start
@@ -84,8 +82,7 @@ def run_parsed(parsed: ParsedConfig[Any], started: float) -> int:
     def report(text: str) -> None:
         print(escape(text), flush=True)
 
-    check: Callable[..., list[str]] = dry_run if isinstance(parsed.config, TrainConfig) else dry_run_supervised
-    problems = check(parsed.config, report, **choices)
+    problems = recipe_of(parsed.config).check(parsed.config, report, **choices)
     for problem in problems:
         print(f"error: {escape(problem)}", file=sys.stderr)
     return 1 if problems else 0
@@ -166,10 +163,10 @@ def run_session(
 
 def _required_cluster(config: AbstractRunConfig) -> str | None:
     """Return the address of the Ray cluster that must answer, and check that Ray is installed if it is needed."""
-    if not isinstance(config, TrainConfig):
+    if (rl := as_rl(config)) is None:
         return None
-    check_ray(config.mode, config.workers.tpu_slice)
-    return config.ray_address if config.is_async else None
+    check_ray(rl.mode, rl.workers.tpu_slice)
+    return rl.ray_address if rl.is_async else None
 
 
 def _lock_on_main(directory: RunDirectory, cluster: str | None, resources: contextlib.ExitStack) -> RunDirectory:
