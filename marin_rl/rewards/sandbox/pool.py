@@ -135,6 +135,8 @@ class Sandbox:
         self._slots = asyncio.Semaphore(config.workers)
         self._idle: list[WorkerProcess] = []
         self._workers: set[WorkerProcess] = set()
+        self._calls: set[asyncio.Task[dict[str, Any]]] = set()
+        self._is_closed = False
         self._starting = 0
         self._sources: dict[str, bytes] = {}
         self._stateless: set[UserFunction] = set()
@@ -346,7 +348,11 @@ class Sandbox:
         return PythonResult(report["stdout"], report["stderr"], failure, report["seconds"])
 
     async def close(self) -> None:
-        """Stop all workers and their processes."""
+        """End the calls in progress, which fail, and stop all workers and their processes."""
+        self._is_closed = True
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
         workers, self._workers = self._workers, set()
         self._idle.clear()
         await asyncio.gather(*(worker.close() for worker in workers))
@@ -363,6 +369,22 @@ class Sandbox:
             raise RewardCallError(error.cause, failure_of_function(function, error)) from error
 
     async def _ask(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a worker's report; raises a `RewardCallError` if there is none, or if the sandbox is closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        if not self._is_closed:
+            # A task of its own, which `close` can end without its caller.
+            call = asyncio.create_task(self._ask_worker(file, request))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+            try:
+                return await call
+            except asyncio.CancelledError:
+                if task.cancelling():
+                    raise
+        raise RewardCallError(RewardFailure.WORKER, "the sandbox is closed")
+
+    async def _ask_worker(self, file: str | None, request: dict[str, Any]) -> dict[str, Any]:
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:

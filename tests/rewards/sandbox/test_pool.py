@@ -180,6 +180,25 @@ def test_close_leaves_no_processes_or_files(level: Isolation, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_close_ends_calls_that_wait_or_start_a_worker():
+    async def run() -> None:
+        before = set(descendants(os.getpid()))
+        for turns in range(12):
+            sandbox = Sandbox(SandboxConfig(require=Isolation.NONE, workers=1), strongest=Isolation.NONE)
+            await sandbox.start()
+            calls = [asyncio.create_task(sandbox.run_python("print(1)")) for _ in range(3)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await sandbox.close()
+            late = asyncio.create_task(sandbox.run_python("print(1)"))
+            outcomes = await asyncio.gather(*calls, late, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [RewardCallError] * 4
+            assert sandbox.failures == {RewardFailure.WORKER: 4}
+            assert set(descendants(os.getpid())) <= before
+
+    asyncio.run(run())
+
+
 def stop(pid: int) -> set[int]:
     """Stop a worker and its processes, and return their ids."""
     stopped = {pid, *descendants(pid)}
