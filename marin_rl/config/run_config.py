@@ -8,7 +8,6 @@ Levanter takes seconds to import, so the types of its sections are deferred: a c
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -119,19 +118,18 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        is_read = NOT_READ not in (self.optimizer, self.model, self.trainer.tracker)
-        problems: list[str] = []
-        if is_read:
+        checks = self.checks
+        if NOT_READ not in (self.optimizer, self.model, self.trainer.tracker):
             # Imported here because levanter takes seconds to import.
-            from marin_rl.learner.levanter_checks import section_problems
+            from marin_rl.learner import levanter_checks
 
-            problems = section_problems(self)
-        if problems:
-            raise ConfigError(*problems)
-        own = [functools.partial(check, self) for check in self.checks]
-        for check in (*own, *(self.levanter_checks() if is_read else ())):
+            if problems := levanter_checks.section_problems(self):
+                raise ConfigError(*problems)
+            checks += levanter_checks.CHECKS
+        problems: list[str] = []
+        for check in checks:
             try:
-                problems += check()
+                problems += check(self)
             except ValueError as error:
                 problems += str(error).splitlines()
         if problems:
@@ -141,22 +139,6 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     def checks(self) -> tuple[Check, ...]:
         """Checks of the settings without levanter's sections."""
         return RUN_CHECKS
-
-    def levanter_checks(self) -> list[Callable[[], Iterable[str]]]:
-        """Checks of levanter's sections, which need levanter."""
-        from marin_rl.learner import levanter_checks as checks
-
-        model, sizes, optimizer = self.model, self.rows.sizes, self.optimizer
-        of_model = [] if model is None else [lambda: checks.check_architecture(model, sizes, self.trainer)]
-        if model is not None and (lora := self.lora) is not None:
-            of_model.append(lambda: checks.check_adapter(model, lora))
-        return [
-            *of_model,
-            lambda: checks.check_optimizer(optimizer),
-            lambda: checks.check_row_length(model, sizes, self.context_shards),
-            *([] if model is None else [lambda: checks.check_export(model, sizes)]),
-            lambda: checks.check_schedule(optimizer, self.num_updates),
-        ]
 
     @property
     @abc.abstractmethod
@@ -172,6 +154,11 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     def temperature(self) -> float:
         """Temperature of the policy's log-probabilities."""
         return 1.0
+
+    @property
+    def teacher_context_tokens(self) -> int:
+        """Maximum number of tokens that the context of a teacher adds to a rollout."""
+        return 0
 
     @property
     def is_async(self) -> bool:

@@ -5,7 +5,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import marin_rl.objectives.gae
@@ -135,15 +135,6 @@ class TrainConfig(AbstractRunConfig):
         """Checks of the settings without levanter's sections."""
         return CHECKS
 
-    def levanter_checks(self) -> list[Callable[[], Iterable[str]]]:
-        """Checks of levanter's sections, which need levanter."""
-        from marin_rl.learner.levanter_checks import check_context
-
-        checks, model, max_length = AbstractRunConfig.levanter_checks(self), self.model, self.rollouts.max_length
-        contexts = [part.context for part in self.reference.parts if isinstance(part, PolicyReferenceConfig)]
-        more = max((context.max_tokens for context in contexts if context is not None), default=0)
-        return checks if model is None else [*checks, lambda: check_context(model, max_length, more)]
-
     @property
     def rows(self) -> AbstractRowConfig:
         """Layout of batch rows."""
@@ -153,6 +144,12 @@ class TrainConfig(AbstractRunConfig):
     def temperature(self) -> float:
         """Temperature of the policy's log-probabilities."""
         return self.sampling.temperature
+
+    @property
+    def teacher_context_tokens(self) -> int:
+        """Maximum number of tokens that the context of a teacher adds to a rollout."""
+        contexts = [part.context for part in self.reference.parts if isinstance(part, PolicyReferenceConfig)]
+        return max((context.max_tokens for context in contexts if context is not None), default=0)
 
     @property
     def is_async(self) -> bool:

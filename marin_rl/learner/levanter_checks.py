@@ -1,25 +1,20 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks of levanter's sections of a config, which need levanter; each yields problems or raises a `ValueError`."""
+"""Checks of levanter's sections of a config, which need levanter; `section_problems` must find nothing first."""
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-from levanter.models.lm_model import LmConfig
-from levanter.optim.config import OptimizerConfig
 
 from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
-from marin_rl.batching.row_sizes import RowSizes
-from marin_rl.learner.config import LoraConfig
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.utils.devices.sharding import POSITION
-from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS, field_of_key, max_positions
 from marin_rl.utils.settings.checks import accepts, type_problems
@@ -57,8 +52,11 @@ def section_problems(config: Any) -> list[str]:
     return problems
 
 
-def check_architecture(model: LmConfig, sizes: RowSizes, trainer: TrainerConfig) -> Iterator[str]:
-    """Check that the project supports a model, also with these rows and this mesh."""
+def _check_architecture(config: Any) -> Iterator[str]:
+    """Check that the project supports the model, also with these rows and this mesh."""
+    if (model := config.model) is None:
+        return
+    sizes, trainer = config.rows.sizes, config.trainer
     problems = list(model_problems(model))
     yield from problems
     # An architecture that is not supported may have no seq_len.
@@ -85,9 +83,10 @@ def check_architecture(model: LmConfig, sizes: RowSizes, trainer: TrainerConfig)
                 )
 
 
-def check_adapter(model: LmConfig, lora: LoraConfig) -> Iterator[str]:
-    """Check that an adapter fits the model."""
-    if any(model_problems(model)):
+def _check_adapter(config: Any) -> Iterator[str]:
+    """Check that the adapter fits the model."""
+    model, lora = config.model, config.lora
+    if model is None or lora is None or any(model_problems(model)):
         return
     check_targets(model, lora.targets)
     if lora.rank > (size := model.Embed.size):
@@ -97,17 +96,9 @@ def check_adapter(model: LmConfig, lora: LoraConfig) -> Iterator[str]:
         )
 
 
-def check_context(model: LmConfig, max_length: int, more: int) -> Iterator[str]:
-    """Check that rollouts with `more` tokens of the context of a teacher fit into the model."""
-    if more and not any(model_problems(model)) and max_length + more > max_positions(model):
-        yield (
-            f"reference.context.max_tokens is {more} and rollouts.max_length {max_length}, but the model's context "
-            f"has {max_positions(model)} tokens (model.seq_len); lower one of them or raise model.seq_len"
-        )
-
-
-def check_optimizer(optimizer: Any) -> Iterator[str]:
+def _check_optimizer(config: Any) -> Iterator[str]:
     """Check that the update of the optimizer can be compiled, and that its learning rate is finite."""
+    optimizer = config.optimizer
     name = choice_name(optimizer)
     yield from _optimizer_ranges(optimizer)
     schedules = section_of(field_types(type(optimizer))["lr_schedule"]).get_known_choices()
@@ -142,28 +133,30 @@ def _optimizer_ranges(optimizer: Any) -> Iterator[str]:
             yield f"optimizer.{key} is {getattr(optimizer, key)}; it must be at least 0 and below 1"
 
 
-def check_row_length(model: LmConfig | None, sizes: RowSizes, context_shards: int) -> Iterator[str]:
+def _check_row_length(config: Any) -> Iterator[str]:
     """Check that a platform supports the row length; the run's platform is checked after jax has started."""
     errors = []
     for platform in PLATFORMS:
         try:
-            sizes.positions(attention_kernel(model, platform, context_shards))
+            config.rows.sizes.positions(attention_kernel(config.model, platform, config.context_shards))
         except ValueError as error:
             errors.append(str(error))
     if len(errors) == len(PLATFORMS):
         yield errors[0]
 
 
-def check_export(model: LmConfig, sizes: RowSizes) -> Iterator[str]:
+def _check_export(config: Any) -> Iterable[str]:
     """Check that the model can be exported."""
-    check_model(model, max_length=sizes.max_length, section=sizes.section)
-    yield from ()
+    if config.model is not None:
+        check_model(config.model, max_length=config.rows.sizes.max_length, section=config.rows.sizes.section)
+    return ()
 
 
-def check_schedule(optimizer: OptimizerConfig, num_updates: int) -> Iterator[str]:
+def _check_schedule(config: Any) -> Iterator[str]:
     """Check that levanter can build the learning-rate schedule, whose phases must fit into the run."""
     # The updates of whole epochs are counted when the data is read.
-    if not num_updates or any(check_optimizer(optimizer)):
+    optimizer, num_updates = config.optimizer, config.num_updates
+    if not num_updates or any(_check_optimizer(config)):
         return
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -177,3 +170,25 @@ def check_schedule(optimizer: OptimizerConfig, num_updates: int) -> Iterator[str
             f"build the learning-rate schedule ({str(error).rstrip('.')}); set numbers of updates that fit into the "
             "run, or shares of it, such as 0.1"
         )
+
+
+def _check_teacher_context(config: Any) -> Iterator[str]:
+    """Check that rollouts with the tokens of a teacher's context fit into the model."""
+    model, more, max_length = config.model, config.teacher_context_tokens, config.rows.sizes.max_length
+    if model is not None and more and not any(model_problems(model)) and max_length + more > max_positions(model):
+        yield (
+            f"reference.context.max_tokens is {more} and rollouts.max_length {max_length}, but the model's context "
+            f"has {max_positions(model)} tokens (model.seq_len); lower one of them or raise model.seq_len"
+        )
+
+
+CHECKS = (
+    _check_architecture,
+    _check_adapter,
+    _check_optimizer,
+    _check_row_length,
+    _check_export,
+    _check_schedule,
+    _check_teacher_context,
+)
+"""Checks of configs of all training commands; each yields problems or raises a `ValueError`."""
