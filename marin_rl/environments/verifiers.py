@@ -262,7 +262,9 @@ class VerifiersGame:
         assert running is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
         task_type = type(self._env.taskset).task_type()
-        task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
+        # `tasks` leaves out null fields, which need not have a default.
+        fields = {**dict.fromkeys(task_type.data_type().model_fields), **data}
+        task = task_type(task_type.data_type().model_validate(fields), self._env.config.taskset.task)
         context = ModelContext("policy", self._client.model_copy(update={"base_url": base_url}))
         async with self._env.serving():
             episode = await self._env.run_episode(task, context)

@@ -38,10 +38,14 @@ EXTERNAL = str(Path(__file__).parents[2] / "experiments" / "external")
 AGENT = {"runtime": {"type": "subprocess"}}
 
 TASKSET = """
+import os
+
 import verifiers.v1 as vf
-from verifiers_digits import DigitTask, DigitTaskset, TwoTries
+from verifiers_digits import DigitData, DigitTask, DigitTaskset, TwoTries
 
 __all__ = ["Digits", "Tries"]
+
+os.environ["TRACES"] = os.path.join(os.path.dirname(__file__), "traces.jsonl")
 
 
 class Tries(TwoTries):
@@ -51,7 +55,11 @@ class Tries(TwoTries):
         return await TwoTries.launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data)
 
 
-class StyledTask(DigitTask):
+class StyledData(DigitData):
+    hint: str | None  # It has no default.
+
+
+class StyledTask(DigitTask, vf.Task[StyledData]):
     @vf.reward(weight=0.5)
     async def style(self, trace: vf.Trace) -> float:
         if trace.last_reply == "!":
@@ -64,7 +72,8 @@ class Digits(vf.Taskset[StyledTask, vf.TasksetConfig]):
 
     def load(self):
         while True:
-            yield from (StyledTask(task.data, self.config.task) for task in DigitTaskset(self.config).load())
+            for task in DigitTaskset(self.config).load():
+                yield StyledTask(StyledData(**task.data.model_dump(), hint=None), self.config.task)
 """
 
 
@@ -75,7 +84,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "styled_digits.py").write_text(TASKSET)
     byte_tokenizer().save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACES", str(folder / "traces.jsonl"))
         patch.syspath_prepend(EXTERNAL)
         yield folder
 
