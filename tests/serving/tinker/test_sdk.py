@@ -108,7 +108,7 @@ def test_a_session(tmp_path: Path) -> None:
 
 def test_likeliest_tokens_of_a_prompt(tmp_path: Path) -> None:
     trainer, prompt = tiny_trainer(tmp_path / "model"), np.array([70, 71, 72, 73], np.int32)
-    logs = np.asarray(dense_logs(trainer._base, prompt))
+    logs = dense_logs(trainer._base, prompt)
     with serving(tmp_path / "server", trainer) as (url, _):
         (no_top, *tops), (no_logprob, *logprobs) = client("likeliest", url)
     assert no_top is no_logprob is None

@@ -4,7 +4,8 @@
 """The trainer of the Tinker API against dense formulas in numpy, and against a single batch."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +85,65 @@ def request(data: tuple[Datum, ...], loss: str = "cross_entropy", **options: Any
     return ForwardBackward(model_id="m", seq_id=1, **given)
 
 
-def dense_logs(model: LmHeadModel, tokens: np.ndarray) -> jax.Array:
+def dense_logs(model: LmHeadModel, tokens: np.ndarray) -> np.ndarray:
     """Return the log-softmax of all logits of a sequence."""
-    named = hax.named(tokens, Axis("position", len(tokens))).broadcast_axis(Axis("batch", 1))
-    logits = model(named, AttentionMask.causal()).rearrange(("batch", "position", "vocab")).array[0]
+    return np.asarray(_logs(model, _filled([tokens], (1, CONTEXT))))[0, : len(tokens)]
+
+
+@eqx.filter_jit
+def _logs(model: LmHeadModel, tokens: np.ndarray) -> jax.Array:
+    """Return those of sequences in rows of their own, where later positions change nothing."""
+    named = hax.named(tokens, (Axis("batch", len(tokens)), Axis("position", CONTEXT)))
+    logits = model(named, AttentionMask.causal()).rearrange(("batch", "position", "vocab")).array
     return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
-def dense_loss(model: LmHeadModel, data: tuple[Datum, ...], loss: str) -> tuple[jax.Array, list[jax.Array]]:
-    """Compute the loss as its documentation says, from all logits of each datum alone."""
-    total, scored = jnp.zeros(()), []
-    for datum in data:
-        targets, logs = datum.inputs["target_tokens"], dense_logs(model, datum.tokens)
-        lp = jnp.take_along_axis(logs, targets.reshape(len(logs), -1), axis=1).reshape(targets.shape)
-        factor = datum.inputs["weights" if loss == "cross_entropy" else "advantages"]
-        total += _terms(loss, lp, factor, datum.inputs.get("logprobs")).sum()
-        scored.append(lp)
-    return total, scored
+def _filled(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array with zeros around arrays of one datum each."""
+    filled = np.zeros(shape, arrays[0].dtype)
+    for row, array in zip(filled, arrays, strict=False):
+        row[tuple(map(slice, array.shape))] = array
+    return filled
+
+
+@eqx.filter_jit
+def _logprobs_and_gradient(
+    trained: Any, base: LmHeadModel, tokens: np.ndarray, targets: np.ndarray, factors: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Return the log-probs of targets, and the gradient of their sum with these factors."""
+
+    def logprobs(trained: Any) -> jax.Array:
+        return jnp.take_along_axis(_logs(assemble(trained, base), tokens), targets, axis=2)
+
+    found, pull_back = jax.vjp(logprobs, trained)
+    return found, pull_back(factors)[0]
+
+
+def dense_loss(
+    trained: Any, base: LmHeadModel, data: tuple[Datum, ...], loss: str
+) -> tuple[jax.Array, list[np.ndarray], Any]:
+    """Compute loss, log-probs and gradient as the documentation says, from all logits of each datum alone.
+
+    All data of this file have one shape, for which a program is compiled once.
+    """
+    shape = (16, CONTEXT, 3)
+    inputs = {name: [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in data] for name in data[0].inputs}
+    filled = {name: _filled(arrays, shape) for name, arrays in inputs.items()}
+    exists = _filled([np.ones(array.shape, bool) for array in inputs["target_tokens"]], shape)
+    tokens = _filled([datum.tokens for datum in data], shape[:2])
+
+    def total(lp: jax.Array) -> jax.Array:
+        factor = filled["weights" if loss == "cross_entropy" else "advantages"]
+        return jnp.where(exists, _terms(loss, lp, factor, filled.get("logprobs")), 0).sum()
+
+    run = functools.partial(_logprobs_and_gradient, trained, base, tokens, filled["target_tokens"])
+    lp, _ = run(jnp.zeros(shape))
+    value, factors = jax.value_and_grad(total)(lp)
+    scored = [
+        np.asarray(row)[own].reshape(datum.inputs["target_tokens"].shape)
+        for row, own, datum in zip(lp, exists, data, strict=False)
+    ]
+    return value, scored, run(factors)[1]
 
 
 def _terms(loss: str, lp: jax.Array, factor: np.ndarray, q: np.ndarray | None) -> jax.Array:
@@ -136,12 +179,7 @@ def test_loss_and_gradient_are_those_of_the_dense_formula(make, loss: str, width
 
 def check_against_dense_formula(trainer: JaxTrainer, data: tuple[Datum, ...], loss: str) -> None:
     """Compare loss, log-probs and gradient of a call."""
-    trained, base = trainer._state.state.model, trainer._base
-
-    def compute(trained):
-        return dense_loss(assemble(trained, base), data, loss)
-
-    (expected, logprobs), gradient = eqx.filter_jit(jax.value_and_grad(compute, has_aux=True))(trained)
+    expected, logprobs, gradient = dense_loss(trainer._state.state.model, trainer._base, data, loss)
     outputs = trainer.forward_backward(request(data, loss))
     np.testing.assert_allclose(outputs.metrics["loss:sum"], expected, rtol=1e-5)
     for found, wanted in zip(outputs.logprobs, logprobs, strict=True):
@@ -367,7 +405,7 @@ def test_likeliest_tokens_are_those_of_the_dense_softmax(make, tmp_path: Path):
             if not job.topk_prompt_logprobs:
                 assert top is None
                 continue
-            logs = np.asarray(dense_logs(model, np.array(job.prompt, np.int32)))[:-1]
+            logs = dense_logs(model, np.array(job.prompt, np.int32))[:-1]
             order = np.argsort(-logs, axis=1, kind="stable")[:, : job.topk_prompt_logprobs]
             ids, logprobs = top
             assert ids.shape == logprobs.shape == (len(job.prompt), job.topk_prompt_logprobs)
@@ -423,7 +461,7 @@ def test_a_sample_that_filled_the_context_is_scored(make):
     source = Source([full, PROMPT, dataclasses.replace(full, prompt_logprobs=False, topk_prompt_logprobs=2)])
     trainer.sample(None, source)
     scored, _, top = (source.results[f"0.{index}"] for index in range(3))
-    logs = np.asarray(dense_logs(trainer._base, np.array(tokens, np.int32)))
+    logs = dense_logs(trainer._base, np.array(tokens, np.int32))
     np.testing.assert_allclose(scored.prompt_logprobs[1:], logs[np.arange(CONTEXT - 1), tokens[1:]], atol=1e-5)
     np.testing.assert_allclose(top.topk[1][1:, 0], logs[:-1].max(axis=1), atol=1e-5)
     # There is no room for a token.
