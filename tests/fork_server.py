@@ -24,7 +24,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
 """Python audit events of file operations."""
@@ -78,13 +78,19 @@ class ForkedProcess:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
 
 def popen(
     args: Sequence[str],
     *,
     stdout: Any,
     stderr: Any = subprocess.STDOUT,
-    env: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     kill_at: tuple[str, int] | None = None,
     start_new_session: bool = True,
@@ -95,7 +101,8 @@ def popen(
         args: `python -m MODULE` and arguments.
         stdout: open file.
         stderr: open file, or `subprocess.STDOUT`.
-        env: environment variables. Variables that configure jax must be set before the first call.
+        env: environment variables; None for those of this process. Variables that configure jax must be set before the
+            first call.
         cwd: working directory.
         kill_at: pattern and count of the file event at which the process is killed, see `die_at`.
         start_new_session: must be true.
@@ -111,7 +118,7 @@ def popen(
     assert server.stdout is not None
     order = {
         "argv": list(args[2:]),
-        "env": dict(env),
+        "env": dict(os.environ if env is None else env),
         "cwd": str(cwd or Path.cwd()),
         "outputs": [str(Path((stdout if file is subprocess.STDOUT else file).name)) for file in (stdout, stderr)],
         "kill_at": kill_at,
@@ -123,20 +130,30 @@ def popen(
 
 
 def run(
-    args: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+    args: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    capture_output: bool = True,
+    text: bool = True,
+    check: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Fork a program and wait for its end, like `subprocess.run` with captured output.
+    """Fork a program and wait for its end, like `subprocess.run`.
 
     Args:
         args: `python -m MODULE` and arguments.
         env: environment variables; None for those of this process.
         cwd: working directory.
+        capture_output: must be true.
+        text: must be true.
+        check: must be false.
 
     Returns:
         Exit status, stdout and stderr.
     """
+    assert (capture_output, text, check) == (True, True, False)
     with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
-        code = popen(args, stdout=stdout, stderr=stderr, env=os.environ if env is None else env, cwd=cwd).wait()
+        code = popen(args, stdout=stdout, stderr=stderr, env=env, cwd=cwd).wait()
         return subprocess.CompletedProcess(args, code, stdout.read().decode(), stderr.read().decode())
 
 

@@ -5,26 +5,19 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
+from tests import fork_server
 from tests.cpu_host import cpu_host
 
 
 @pytest.mark.slow
 def test_split_positions_change_results_only_by_rounding() -> None:
     """Run in a separate process with four devices."""
-    environment = {**os.environ, **cpu_host(4)}
-    said = subprocess.run(
-        [sys.executable, "-m", "tests.learner.context_cases"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        env=environment,
-    )
+    command = [sys.executable, "-m", "tests.learner.context_cases"]
+    said = fork_server.run(command, {**os.environ, **cpu_host(4)})
     assert said.returncode == 0, said.stderr[-4000:]
     facts = json.loads(said.stdout.splitlines()[-1])
     for name in ("llama", "qwen3"):

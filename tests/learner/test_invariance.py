@@ -5,7 +5,6 @@
 
 import dataclasses
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from marin_rl.batching.rl_example import RlExample
+from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.learner.invariance_cases import (
     AGGREGATIONS,
@@ -38,8 +38,6 @@ from tests.learner.invariance_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +90,7 @@ def test_shared_prompts_do_not_change_an_update(matrix: Matrix, aggregation: str
 def test_meshes_do_not_change_an_update(matrix: Matrix, tmp_path: Path) -> None:
     """All combinations on 8 devices: rows split eight ways, and four ways with the model split in two."""
     command = [sys.executable, "-m", "tests.learner.invariance_cases", str(tmp_path)]
-    environment = {**os.environ, **cpu_host(8)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr[-4000:]
     for mesh, model_axis in MESHES.items():
         found = dict(np.load(tmp_path / f"{mesh}.npz"))

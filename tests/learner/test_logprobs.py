@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from marin_rl.learner.logprobs import (
     token_logprobs,
 )
 from marin_rl.utils.levanter_line import next_token_loss, seq_len
+from tests import fork_server
 from tests.cpu_host import cpu_host
 
 BATCH, POSITIONS, EMBED, VOCAB = 2, 7, 4, 11
@@ -393,10 +393,8 @@ def test_any_mesh_gives_equal_results_and_loops_exchange_only_vocabulary_reducti
         loss_mask=loss_mask,
         pull=np.roll(pull, 1, axis=1),
     )
-    script = Path(__file__).with_name("logprobs_on_meshes.py")
-    environment = {**os.environ, **cpu_host(8)}
-    command = [sys.executable, script, tmp_path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.learner.logprobs_on_meshes", str(tmp_path)]
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())
     expected = oracle(activations, head, targets, pull, 0.7, np.roll(loss_mask, -1, axis=1))

@@ -4,7 +4,6 @@
 """Updates of adapters: gradients, microbatches, devices and memory."""
 
 import os
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from marin_rl.learner.scoring import Scorer
 from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.models.lora import Adapter, adapted_modules, merge_adapter, with_adapter
 from marin_rl.utils.levanter_line import seq_len
+from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.learner.lora_cases import LORA, PRECISIONS, STEPS, adapter_learner, first_updates
 
@@ -167,7 +167,7 @@ def test_for_smollm2_an_adapter_of_rank_8_is_small_to_send_and_to_train(tiny: Mo
 def on_8_devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
     folder = tmp_path_factory.mktemp("devices")
     command = [sys.executable, "-m", "tests.learner.lora_cases", str(folder)]
-    done = subprocess.run(command, env={**os.environ, **cpu_host(8)}, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr[-4000:]
     return {file.stem: dict(np.load(file)) for file in folder.iterdir()}
 

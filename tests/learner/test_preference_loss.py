@@ -4,9 +4,7 @@
 import dataclasses
 import math
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import haliax as hax
 import jax
@@ -18,12 +16,11 @@ from levanter.layers.attention import AttentionMask
 from marin_rl.batching.rl_example import pack_batch
 from marin_rl.learner.scoring import Scorer
 from marin_rl.objectives.aggregation import SequenceMeanConfig
+from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.learner.preference_cases import ALL, CONFIGS, LAYOUTS, LENGTHS, OF_MESH, make_pairs, update
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +103,7 @@ def test_layouts_do_not_change_an_update(updates, layout):
 @pytest.mark.medium
 def test_eight_devices_do_not_change_an_update(updates, tmp_path):
     command = [sys.executable, "-m", "tests.learner.preference_cases", str(tmp_path / "found.npz")]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **cpu_host(8)}, capture_output=True, text=True, check=False
-    )
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr[-4000:]
     found = np.load(tmp_path / "found.npz")
     for mesh in OF_MESH:

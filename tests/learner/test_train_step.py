@@ -3,7 +3,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from marin_rl.learner.train_step import (
 )
 from marin_rl.objectives.kl import KlEstimator
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS
+from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.learner import stream_cases
 
@@ -140,9 +140,8 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32(tiny) -> None:
 
 @pytest.mark.medium
 def test_any_mesh_gives_the_same_loss_and_gradient(one_device, trainer, tmp_path: Path) -> None:
-    environment = {**os.environ, **cpu_host(8)}
     command = [sys.executable, "-m", "tests.learner.mesh_cases", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["devices"] == 8

@@ -6,8 +6,6 @@
 import contextlib
 import json
 import os
-import pathlib
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -21,6 +19,7 @@ from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.types import Generation
 from marin_rl.utils.devices.trainer_config import TrainerConfig
+from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.sampling.families import FAMILIES, random_model
 from tests.sampling.test_group_sampler import (
@@ -85,9 +84,8 @@ def test_experts_of_a_token_do_not_depend_on_the_rest_of_the_batch():
 
 
 def test_parity_with_heads_on_two_devices():
-    script = pathlib.Path(__file__).with_name("sharded_families.py")
     environment = {**os.environ, **cpu_host(2), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    done = fork_server.run([sys.executable, "-m", "tests.sampling.sharded_families"], environment)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured.keys() == {"gpt2", "mixtral", "olmo2", "qwen3"}

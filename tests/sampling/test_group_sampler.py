@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import os
-import pathlib
-import subprocess
 import sys
 from typing import Any
 
@@ -27,6 +25,7 @@ from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, Sampler
 from marin_rl.sampling.sizes import prefill_shapes, sampler_sizes
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.levanter_line import seq_len
+from tests import fork_server
 from tests.cpu_host import cpu_host
 
 VOCAB = 64
@@ -456,10 +455,8 @@ def test_weights_with_nan_raise_and_do_not_affect_later_calls(sampler: GroupSamp
 @pytest.mark.medium
 @pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.medium), 2])
 def test_parity_on_eight_devices_with_the_learners_sharding(model_axis_size: int):
-    script = pathlib.Path(__file__).with_name("sharded_parity.py")
-    environment = {**os.environ, **cpu_host(8)}
-    command = [sys.executable, str(script), str(model_axis_size)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.sampling.sharded_parity", str(model_axis_size)]
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["devices"] == measured["parameter_devices"] == 8

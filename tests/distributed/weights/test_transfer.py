@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
 from marin_rl.distributed.weights.manifest import MismatchedWeightsError, NoWeightsError
 from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
 from marin_rl.utils.levanter_line import seq_len
+from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.distributed.weights.endpoints import ONCE, SECRET, assert_same
 
@@ -144,10 +143,8 @@ def test_received_weights_may_be_donated():
 
 @pytest.mark.medium
 def test_weights_are_resharded_from_four_hosts_to_other_meshes():
-    script = pathlib.Path(__file__).with_name("resharding.py")
-    environment = {**os.environ, **cpu_host(8)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.distributed.weights.resharding"]
+    done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     meshes = ["same", "turned", "flat", "part", "single"]

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +21,16 @@ from marin_rl.utils.devices.setup import (
     start_devices,
 )
 from marin_rl.utils.devices.trainer_config import TrainerConfig
+from tests import fork_server
 from tests.cpu_host import cpu_host
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """Results of each case on eight devices, computed in a subprocess because JAX fixes its number of devices."""
-    script = Path(__file__).with_name("device_cases.py")
-    completed = subprocess.run(
-        [sys.executable, script], env={**os.environ, **cpu_host(8)}, check=True, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tests.utils.devices.device_cases"]
+    completed = fork_server.run(command, {**os.environ, **cpu_host(8)})
+    assert completed.returncode == 0, completed.stderr[-4000:]
     return json.loads(completed.stdout)
 
 

@@ -7,7 +7,9 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Iterator
+import subprocess
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from experiments.lab.benchmarks import benchmark_startup, benchmark_training_step, measurement
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.utils.devices.setup import start_devices
+from tests import fork_server
 from tests.tiny_run import make_run
 
 
@@ -61,6 +64,13 @@ MEDIUM = {
 }
 OWN_CONFIG = {"logprobs", "sandbox", "host_path", "workers"}
 """Benchmarks without `--config`."""
+FORKED = {"startup", "serving_memory", "workers"}
+"""Benchmarks that start commands of this package."""
+
+
+def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Fork a command of this package, or run another program."""
+    return (fork_server if command[1] == "-m" else subprocess).run(command, **options)
 
 
 def figures(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,6 +96,9 @@ def test_a_tiny_benchmark_has_figures(
     # The suite's compilation cache stays in use.
     monkeypatch.setattr(module, "without_compilation_cache", lambda: None, raising=False)
     monkeypatch.setattr(benchmark_startup, "MODULES", ("json", "marin_rl"))
+    if name in FORKED:
+        programs = types.SimpleNamespace(run=run, Popen=fork_server.popen, STDOUT=subprocess.STDOUT)
+        monkeypatch.setattr(module, "subprocess", programs)
     module.main([*(SLOW | MEDIUM)[name], *([] if name in OWN_CONFIG else tiny)])
     report = json.loads(capsys.readouterr().out)
     assert report["benchmark"] == f"benchmark_{name}"

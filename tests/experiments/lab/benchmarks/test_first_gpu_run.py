@@ -16,6 +16,7 @@ import pytest
 from experiments.lab.benchmarks import first_gpu_run, gpu_kernels, gpu_parts
 from experiments.lab.benchmarks.first_gpu_run import PARTS, Part, Settings, run_parts
 from marin_rl.learner.flash_attention import block_attention
+from tests import fork_server
 from tests.serving.serving_cases import has_ended, until
 
 FAULTS = """
@@ -94,7 +95,8 @@ def test_gradients_equal_float64(name: str, settings: Settings):
 
 
 @pytest.mark.slow
-def test_throughput_is_compared_with_the_plan(settings: Settings):
+def test_throughput_is_compared_with_the_plan(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_parts, "subprocess", fork_server)
     rows = {name: run_here(named(name), settings) for name in ("plan update 4k", "update 4k", "decode 64")}
     assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
     assert rows["update 4k"]["figures"]["planned_gib"] > 0
