@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_logprobs.py on 8 fake CPU devices in a separate process: `python -m tests.learner.logprobs_on_meshes FOLDER`.
+"""Run by test_logprobs.py on 8 fake CPU devices: `python -m tests.learner.logprobs_on_meshes FOLDER`.
 
 Reads `FOLDER/inputs.npz`; writes the results of each mesh to `FOLDER/CASE.npz`, and the sizes of exchanges between
 devices within the loops over blocks to `FOLDER/facts.json`.
