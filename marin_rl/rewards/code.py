@@ -28,9 +28,9 @@ import pydantic
 from marin_rl.rewards import code_harness
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
 from marin_rl.rewards.reply_text import graded_text
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
-from marin_rl.types import Task
+from marin_rl.types import RewardFailure, Task
 from marin_rl.utils.settings.checks import check_fields
 
 _HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from marin_rl.batching.rollout_batch import RolloutBatch, batch_demonstration, join_batches
+from marin_rl.batching.rollout_batch import RolloutBatch, join_batches
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.data.conversations import batch_demonstration
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.pass_at_k import pass_at_k

@@ -10,13 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from marin_rl.rewards.grading_process import GroundTruthError
 from marin_rl.rewards.math.answers import find_answer
 from marin_rl.rewards.math.text import word_set
 from marin_rl.rewards.math.values import Answer, AnyOf, Bracket, Scalar, Value, Words, number
-
-
-class GroundTruthError(ValueError):
-    """An answer is not usable as ground truth; the message names the answer."""
 
 
 def math_match(reply: str, answer: str) -> bool:
