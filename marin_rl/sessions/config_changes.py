@@ -347,9 +347,7 @@ def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
 def refuse_moved_runs(files: Sequence[Path], run_dir: str) -> None:
     """Refuse a config file that is the `config.yaml` of a run which was moved or copied, and names its former folder.
 
-    Args:
-        files: config files of the command line.
-        run_dir: the run directory of the config.
+    `files` are the config files of the command line, and `run_dir` is that of the config.
 
     Raises:
         RunDirectoryError: if there is one.

@@ -132,11 +132,7 @@ def agent_environments(config: EnvironmentConfig, environment: AbstractEnvironme
 def try_replies(runner: RolloutRunner, sampler: FixedReplies, tasks: Sequence[Task], seed: int) -> list[list[Trial]]:
     """Run and score rollouts with garbage and right replies.
 
-    Args:
-        runner: environment, limits and reward functions; its sampler is `sampler`.
-        sampler: receives the replies.
-        tasks: tasks with prompts that fit.
-        seed: seed of the run.
+    `sampler` is that of `runner`; the prompts of the tasks fit.
 
     Returns:
         The trials of each task.
@@ -257,12 +253,8 @@ def trial_problems(trials: Sequence[Sequence[Trial]]) -> list[str]:
 def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequence[Sequence[Trial]]) -> list[str]:
     """Return a sentence for each sign of a wrong reward in the trials of one environment.
 
-    A sign counts if it appears for more than half of the tasks, because garbage can be right by chance.
-
-    Args:
-        section: the environment section of the run.
-        max_new_tokens: maximum tokens of a reply.
-        trials: the trials of each task.
+    A sign counts if it appears for more than half of the tasks, because garbage can be right by chance. `trials` are
+    those of each task.
     """
     every = [trial for of_task in trials for trial in of_task]
     environment = every[0].rollout.task.environment

@@ -153,10 +153,6 @@ class GroupCollector:
     def draw_tasks(self, progress: Progress, count: int) -> list[Task]:
         """Draw the next training tasks, and advance the task stream by them and by skipped tasks.
 
-        Args:
-            progress: progress of the run; task stream and counters advance.
-            count: number of tasks.
-
         Raises:
             PromptTooLongError: if every training task was skipped, or if the number of tasks skipped in a row reaches
                 ten times the number of training tasks plus 1,000, for example because a curriculum only draws from
