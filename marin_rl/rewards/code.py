@@ -234,14 +234,9 @@ async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Prog
 
 
 async def _run(sandbox: Sandbox, code: str, stdin: str = "") -> PythonResult:
-    """Run a program.
-
-    A program that lost its worker is repeated, because the machine can be the reason. If that happens again, and an
-    empty program runs afterwards, the program is the reason; otherwise it could avoid a score of 0.
-
-    Raises:
-        RewardCallError: if the sandbox itself failed.
-    """
+    """Run a program; raise RewardCallError if the sandbox itself failed."""
+    # A program that lost its worker is repeated, because the machine can be the reason. If that happens again, and an
+    # empty program runs afterwards, the program is the reason; otherwise it could avoid a score of 0.
     result = await _attempt(sandbox, code, stdin)
     if _lost_worker(result):
         result = await _attempt(sandbox, code, stdin)

@@ -238,19 +238,7 @@ class LlmJudge:
     async def _ask(
         self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], rollouts: int = 1
     ) -> tuple[T, str, dict[str, float]]:
-        """Query the judge until its verdict is accepted.
-
-        Args:
-            values: texts for the placeholders of the prompt.
-            read: reads the scores in a verdict, or raises a `VerdictError`.
-            rollouts: number of rollouts that share the requests.
-
-        Returns:
-            The result of `read`, the judge's answer, and the metrics of each rollout: retries and tokens.
-
-        Raises:
-            RewardCallError: if a request is refused, or all attempts fail.
-        """
+        """Query the judge until `read` accepts its verdict; return its result, the answer, and each rollout's metrics."""
         usage = collections.Counter(retries=0)
         while True:
             try:

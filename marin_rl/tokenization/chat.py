@@ -280,17 +280,9 @@ class ChatTokenizer:
         sampled: Callable[[], Sequence[int]],
         limit: int | None = None,
     ) -> list[int] | None:
-        """Tokenize what the template adds to a sequence; None if it rewrote the history.
-
-        Args:
-            before: the rendered prompt of the reply.
-            after: the rendered prompt of the next reply.
-            reply: the content of the reply.
-            mark: the mark of both prompts.
-            last: last token of the sequence.
-            sampled: returns at least the last tokens of the sequence without its stop tokens, reply included.
-            limit: number of tokens after which further ones may be left out; None for all.
-        """
+        """Tokenize what the template adds to a sequence between two prompts; None if it rewrote the history."""
+        # Both prompts are rendered with `mark`. `last` is the last token of the sequence; `sampled` returns at least
+        # its last tokens without stop tokens, reply included. After `limit` tokens some may be left out.
         prefix = before + self._encoder.escape(reply, mark)
         if not after.startswith(prefix):
             # Sentencepiece's decoder drops the leading space of a reply, and templates made for it restore the space.

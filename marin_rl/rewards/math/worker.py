@@ -222,10 +222,7 @@ def _is_small(text: str) -> bool:
 
 
 def _equal_expressions(one: str, other: str, is_equation: bool = False) -> bool:
-    """Compare the values of two expressions at several points; expressions of different variables differ.
-
-    The sides of an equation are also equal with a common factor.
-    """
+    """Compare the values of two expressions at several points; sides of an equation may have a common factor."""
     parsed = [_parse(text) for text in (one, other)]
     if any(value is None for value in parsed):
         return False
