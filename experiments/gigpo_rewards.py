@@ -17,9 +17,10 @@ import numpy as np
 
 from experiments.lake_rewards import wasted_moves
 from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages
-from marin_rl.objectives.gigpo import GigpoConfig, anchor_of
+from marin_rl.objectives.gigpo import GigpoConfig
 from marin_rl.rewards.pipeline import align_steps, turn_rewards, weighted_rewards
 from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardRequest, evaluate
+from marin_rl.rollouts.attempt import anchor_of
 from marin_rl.types import Message, RewardResult
 
 WEIGHT = 0.5

@@ -19,9 +19,9 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl import train
-from marin_rl.distributed.weights import publish
-from marin_rl.distributed.weights.arrow_flight import WeightServer
-from marin_rl.distributed.weights.manifest import Chunk
+from marin_rl.distributed import weight_sender
+from marin_rl.distributed.weight_manifest import Chunk
+from marin_rl.distributed.weight_server import WeightServer
 from marin_rl.types import WeightVersion
 
 
@@ -76,5 +76,5 @@ class PausedWeightServer(WeightServer):
 
 if __name__ == "__main__":
     # The trainer's weight sender starts the server of this name.
-    publish.WeightServer = functools.partial(PausedWeightServer, Path(sys.argv[1]))  # pyrefly: ignore
+    weight_sender.WeightServer = functools.partial(PausedWeightServer, Path(sys.argv[1]))  # pyrefly: ignore
     sys.exit(train.main(sys.argv[2:]))

@@ -207,11 +207,7 @@ def merge(annotation: Any, lower: Any, upper: Any) -> Any:
     """Merge two layers of raw values, key by key.
 
     If the upper layer selects another `type` of a choice, the lower layer's keys of that choice are dropped.
-
-    Args:
-        annotation: type of both values, or Any.
-        lower: values with lower precedence.
-        upper: values with higher precedence.
+    `annotation` is the type of both values, or Any; `upper` has precedence.
 
     Returns:
         The merged values.

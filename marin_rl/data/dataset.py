@@ -233,9 +233,7 @@ def join_examples(examples: Sequence[Example]) -> RolloutBatch:
 def join_pairs(pairs: Sequence[Example], *, length_normalized: bool) -> RolloutBatch:
     """Make a batch of scored pairs, each one rollout, whose advantages are the signs of the tokens in the margin.
 
-    Args:
-        pairs: the pairs.
-        length_normalized: whether the sign of a token is divided by the number of tokens of its answer.
+    With `length_normalized`, the sign of a token is divided by the number of tokens of its answer.
     """
     signs, batch = [], join_examples(pairs)
     for pair in pairs:

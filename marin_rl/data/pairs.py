@@ -22,10 +22,7 @@ from marin_rl.types import Message
 def encode_pair(row: Row, tokenizer: ChatTokenizer, max_tokens: int | None = None) -> Example:
     """Tokenize a pair: the sequences of the chosen answer, then those of the rejected one.
 
-    Args:
-        row: the row.
-        tokenizer: chat tokenizer.
-        max_tokens: number of tokens of a sequence after which some may be left out; None for all tokens.
+    After `max_tokens` tokens of a sequence, some may be left out; None for all tokens.
 
     Raises:
         ValueError: if a column is invalid, or the answers are equal or not to the same prompt; the message names the

@@ -147,11 +147,7 @@ def form_of(row: Row, forms: Sequence[Form] = ROW_FORMS) -> Form:
 def encode_row(row: Row, form: Form, tokenizer: ChatTokenizer, max_tokens: int | None = None) -> Example:
     """Tokenize a row.
 
-    Args:
-        row: the row.
-        form: its form, one of `ROW_FORMS`.
-        tokenizer: chat tokenizer.
-        max_tokens: number of tokens of a sequence after which some may be left out; None for all tokens.
+    `form` is one of `ROW_FORMS`. After `max_tokens` tokens of a sequence, some may be left out; None for all tokens.
 
     Raises:
         ValueError: if a column is invalid; the message names the row and the column.

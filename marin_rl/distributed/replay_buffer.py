@@ -90,11 +90,8 @@ class ReplayBuffer:
 
         The order of completion differs from the order of requests: groups of a slow environment would be rare in the
         batches, and many of them too old when it is their turn. So a batch waits for its share of each environment. A
-        group that is overtaken by others of its environment is part of the share of a later batch.
-
-        Args:
-            count: number of groups in the batch.
-            pending: requests without a finished group.
+        group that is overtaken by others of its environment is part of the share of a later batch. `count` is the
+        number of groups in the batch; `pending` are the requests without a finished group.
 
         Returns:
             Number of groups by environment.

@@ -14,9 +14,9 @@ from marin_rl.distributed.coordinator import Coordinator, TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.rollout_source import FinishedGroup
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.weights.arrow_flight import make_secret
-from marin_rl.distributed.weights.fetch import WeightReceiver, open_receiver
-from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
+from marin_rl.distributed.weight_receiver import WeightReceiver, open_receiver
+from marin_rl.distributed.weight_sender import TrainingHost, WeightSender, open_sender
+from marin_rl.distributed.weight_server import make_secret
 from marin_rl.rollouts.group_codec import decode_group, join_parts, split_parts
 from marin_rl.types import WeightVersion
 from marin_rl.utils import multihost

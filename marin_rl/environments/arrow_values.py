@@ -24,11 +24,6 @@ def parse_json(value: Any, kind: pa.DataType) -> Any:
 def undecidable(value: Any, kind: pa.DataType, path: str) -> Iterator[tuple[str, str]]:
     """Find the parts of a JSON value that Arrow may have changed.
 
-    Args:
-        value: the value, read from Arrow.
-        kind: its type in Arrow.
-        path: its path, for messages.
-
     Yields:
         Path and description: null in an object, which is also stored for a key that other objects have; a number such
         as 3.0, which may have been 3; values of types that JSON does not have.

@@ -30,10 +30,8 @@ class DataFileError(ValueError):
 def check_data_files(source: Path) -> None:
     """Check the Parquet and compressed files in a folder, or one such file; reads them once, in small pieces.
 
-    The files that describe a dataset to the package `datasets`, which reads them as a whole, must be small.
-
-    Args:
-        source: an existing folder, whose subfolders are included, or a file.
+    The files that describe a dataset to the package `datasets`, which reads them as a whole, must be small. `source` is
+    a file, or an existing folder, whose subfolders are included.
 
     Raises:
         DataFileError: if a file expands too much, has too many columns, or cannot be read.

@@ -32,7 +32,7 @@ from marin_rl.rewards.grading import (
     GraderConfig,
     NoGraderConfig,
 )
-from marin_rl.rewards.math.worker import GroundTruthError
+from marin_rl.rewards.grading_process import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH

@@ -59,9 +59,7 @@ class Row(NamedTuple):
 def check_columns(row: Row, used: Collection[str]) -> None:
     """Check that a row has no columns with a known meaning that would be ignored.
 
-    Args:
-        row: the row.
-        used: columns that are applied.
+    `used` are the columns that are applied.
 
     Raises:
         ValueError: if it has one with an effect; the message names the row and the column.

@@ -64,9 +64,7 @@ def read_jsonl(path: Path, name: str, example: str = EXAMPLE) -> Iterator[Row]:
 def read_parquet(path: Path, name: str) -> Iterator[Row]:
     """Read a Parquet file.
 
-    Args:
-        path: an existing file.
-        name: its name for messages.
+    `path` exists; `name` is for messages.
 
     Raises:
         DataFileError: if it cannot be read.

@@ -61,10 +61,6 @@ class RowFormat:
     def problem(self, row: Row, environment: str) -> Problem:
         """Convert a row to a problem.
 
-        Args:
-            row: the row.
-            environment: name of the environment of the task.
-
         Raises:
             ValueError: if a column is missing or invalid; the message names the row, the column and the available
                 columns.

@@ -156,10 +156,8 @@ def _check_disjoint(environments: Mapping[str, AbstractEnvironment], whole: str)
 
 
 def _problem_ids(environment: AbstractEnvironment, task: Task) -> set[str]:
-    """Return the ids of a task that are comparable between environments; empty if there are none.
-
-    A game is not identified by its first messages, because its rules may differ.
-    """
+    """Return the ids of a task that are comparable between environments; empty if there are none."""
+    # A game is not identified by its first messages, because its rules may differ.
     while isinstance(environment, ToolUseEnvironment | AgentEnvironment):
         environment = environment.questions if isinstance(environment, ToolUseEnvironment) else environment.source
     ids = {task.id} if is_problem_id(task.id) else set()

@@ -20,8 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 import draccus
 
 from marin_rl.rewards.reply_text import CALL_END, CALL_START
-from marin_rl.rewards.sandbox.functions import RewardFailure
 from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.types import RewardFailure
 from marin_rl.utils.settings.fields import LOCAL_FILE, NAMES_FILES
 from marin_rl.utils.user_code import UserFileError, load_from_file, user_errors
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.runs.array_files import named_arrays
 from marin_rl.utils import multihost
+from marin_rl.utils.devices.arrays import named_arrays
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 

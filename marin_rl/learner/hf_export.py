@@ -34,6 +34,7 @@ from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.runs.array_files import bytes_of
 from marin_rl.runs.saved_checkpoint import Checkpoint
 from marin_rl.utils import multihost
+from marin_rl.utils.devices.arrays import is_named
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class SavedWeights:
         arrays = saved.open_arrays()
         self._stacked, self._others = _split(
             jax.tree_util.tree_map_with_path(
-                lambda path, leaf: _Saved(arrays[jax.tree_util.keystr(path)], leaf), shape, is_leaf=_is_named
+                lambda path, leaf: _Saved(arrays[jax.tree_util.keystr(path)], leaf), shape, is_leaf=is_named
             )
         )
         self._convert_layer = eqx.filter_jit(lambda layer: _convert_layer(self, layer))
@@ -143,10 +144,6 @@ class SavedWeights:
         reads = [leaf.array[start:stop].read() for leaf in leaves]
         rows = [_with_rows(leaf.like, read.result()) for leaf, read in zip(leaves, reads, strict=True)]
         return jax.tree.unflatten(structure, rows)
-
-
-def _is_named(leaf: object) -> bool:
-    return isinstance(leaf, NamedArray)
 
 
 def _with_rows(like: Any, rows: Any) -> Any:
@@ -177,10 +174,10 @@ def _take_layer(stacked: Any, index: jax.Array) -> Any:
     """Take one layer of stacked ones; it keeps its first axis."""
 
     def take(leaf: Any) -> Any:
-        array = leaf.array if _is_named(leaf) else leaf
+        array = leaf.array if is_named(leaf) else leaf
         return _with_rows(leaf, jax.lax.dynamic_slice_in_dim(array, index, 1))
 
-    return jax.tree.map(take, stacked, is_leaf=_is_named)
+    return jax.tree.map(take, stacked, is_leaf=is_named)
 
 
 def _zeros(shape: Any) -> Any:

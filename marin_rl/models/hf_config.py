@@ -45,10 +45,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
 
     Keys that the config class does not declare do not affect the forward pass of the installed transformers. Training
     tools leave many of them in checkpoints, so they are only logged. If a newer transformers wrote the file, such a key
-    may be a new setting, and it is rejected.
-
-    Args:
-        checkpoint: a folder with `config.json`, or a hub name.
+    may be a new setting, and it is rejected. `checkpoint` is a folder with `config.json`, or a hub name.
 
     Raises:
         HubError: if it is neither a folder nor a name on the hub that can be loaded.

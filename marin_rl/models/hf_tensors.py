@@ -39,12 +39,8 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
     """Raise an error unless a checkpoint's tensors match a model's exactly; reads only file headers.
 
     A tensor that the model does not use (a bias, a normalization, an adapter) changes the checkpoint's function, and
-    would be dropped without an error. With tied embeddings `lm_head.weight` is optional and unused, as in
-    transformers.
-
-    Args:
-        checkpoint: a folder with safetensors files, or a hub name.
-        model: the model, or its shapes.
+    would be dropped without an error. With tied embeddings `lm_head.weight` is optional and unused, as in transformers.
+    `checkpoint` is a folder with safetensors files, or a hub name; `model` may be shapes.
 
     Raises:
         PolicyModelError: if tensors are missing, unused or of another shape, or a file is missing or damaged; the
@@ -91,10 +87,8 @@ def split_experts(tensors: dict[str, Any]) -> dict[str, Any]:
 
     Levanter's new line writes `mlp.experts.gate_up_proj`, `[experts, 2 mlp, embed]`, and `mlp.experts.down_proj`,
     `[experts, embed, mlp]`, which are the parameters of transformers 5. The files of both transformers and the servers
-    that read them have `w1` (gate), `w2` (down) and `w3` (up) of each expert. Levanter's old line reads no others.
-
-    Args:
-        tensors: tensors by name; each fused one is removed before the next one is split.
+    that read them have `w1` (gate), `w2` (down) and `w3` (up) of each expert. Levanter's old line reads no others. Each
+    fused tensor is removed before the next one is split.
     """
     fused = [name for name in tensors if name.endswith(_FUSED) and _is_stack(tensors[name].shape)]
     for name in fused:

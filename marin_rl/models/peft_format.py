@@ -49,11 +49,7 @@ class AdapterFormatError(UserError):
 def to_peft_tensors(base: LmHeadModel, adapter: Adapter) -> dict[str, jax.Array]:
     """Convert an adapter to the tensors of PEFT, by name.
 
-    Matrices A and B each take the place of weights of the base and are converted as these are.
-
-    Args:
-        base: the model, or its shapes.
-        adapter: its adapter.
+    Matrices A and B each take the place of weights of the base and are converted as these are. `base` may be shapes.
     """
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _NOT_ADAPTED), base)
     model, tensors = with_adapter(zeros, adapter), {}

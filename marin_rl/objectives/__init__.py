@@ -47,7 +47,7 @@ from marin_rl.objectives.aggregation import (
     token_mean_weights,
 )
 from marin_rl.objectives.gae import GaeConfig, gae_advantages, token_rewards, whitened
-from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, anchor_of, step_advantages
+from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, step_advantages
 from marin_rl.objectives.pass_at_k import pass_at_k
 from marin_rl.objectives.shaping import (
     KeepTruncatedConfig,

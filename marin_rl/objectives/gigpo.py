@@ -5,9 +5,7 @@
 
 import dataclasses
 import enum
-import hashlib
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
@@ -36,27 +34,6 @@ class GigpoNormalization(enum.StrEnum):
     """F = 1."""
     STD = "std"
     """Standard deviation of the compared returns (ddof = 1), + 1e-6."""
-
-
-def anchor_of(observation: object) -> str:
-    """Hash an observation to its anchor state: the hexadecimal SHA-256 of its JSON with sorted keys and no blanks.
-
-    Raises:
-        TypeError: if the observation is not JSON-serialisable; dictionaries must have string keys.
-
-    >>> anchor_of({"x": 1, "y": [2]}) == anchor_of({"y": [2], "x": 1})
-    True
-    >>> anchor_of("room 1") == anchor_of("room 2")
-    False
-    """
-    try:
-        text = json.dumps(observation, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"an observation of type {type(observation).__name__} has no canonical JSON ({error}); "
-            "use strings, finite numbers, lists and dictionaries with string keys"
-        ) from error
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def step_advantages(
@@ -147,6 +124,6 @@ def _anchors(inputs: AdvantageInputs) -> tuple[str, ...]:
         if not anchor:
             raise ValueError(
                 f"rollout {inputs.id}: turn {turn} has no anchor state, which GiGPO requires; "
-                "set it to a hash of the turn's observation (see anchor_of)"
+                "set it to a hash of the turn's observation (see marin_rl.rollouts.attempt.anchor_of)"
             )
     return inputs.anchors

@@ -15,8 +15,6 @@ from marin_rl.utils.settings.checks import ConfigSection
 
 OVERLONG = "overlong"
 """Reward component: the soft penalty on long replies."""
-TRUNCATED = "truncated"
-"""Reward component: the fixed reward of truncated rollouts, or 0 if a limit ended a rollout before any reward."""
 
 
 def soft_overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
@@ -104,7 +102,7 @@ def shape_rewards(
             return rollout
         if rollout.status is RolloutStatus.TRUNCATED and truncation.reward is not None:
             turns = tuple(dataclasses.replace(turn, rewards={}) for turn in rollout.turns)
-            return dataclasses.replace(rollout, rewards={TRUNCATED: truncation.reward}, turns=turns)
+            return dataclasses.replace(rollout, rewards={RolloutStatus.TRUNCATED.value: truncation.reward}, turns=turns)
         if not overlong.buffer:
             return rollout
         if OVERLONG in rollout.rewards:

@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -27,8 +27,6 @@ from marin_rl.learner.train_step import Frozen, Learner
 from marin_rl.models.lora import has_adapter, merge_adapter
 from marin_rl.parts.model import AbstractModelParts, EqualStep, Lengths
 from marin_rl.parts.weight_reloader import WeightReloader, load_reload_function
-from marin_rl.rewards.component import RewardComponentConfig
-from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.episode import ConnectAgent
 from marin_rl.rollouts.reward_functions import RewardFunctions
@@ -51,8 +49,8 @@ class RunParts(AbstractModelParts):
     """The parts of an RL run."""
 
     config: TrainConfig
-    replace_reward: Callable[[RewardComponentConfig], RewardComponentConfig] = lambda component: component
-    """Returns the reward component to build in the place of a configured one."""
+    asks_judges: bool = True
+    """Whether LLM judges are asked, which costs money; otherwise their scores are 0."""
 
     # Tasks, rewards and rollouts: without devices.
 
@@ -80,13 +78,18 @@ class RunParts(AbstractModelParts):
             IsolationError: if the machine provides less isolation than the sandbox requires.
         """
         # The event loop ends after the reward functions.
-        loop, sandbox = self.loop, Sandbox(self.config.sandbox)
+        loop, sandbox = self.loop, self.config.sandbox.build()
         runs_programs = self.environment.connect_sandbox(sandbox)
         self.check_answers()
         section = self.config.environment
         random_rewards = section.random_rewards(self.environment) if isinstance(section, RandomRewardConfig) else None
         reward_functions = RewardFunctions(
-            self._reward_components, sandbox, loop, runs_programs=runs_programs, random_rewards=random_rewards
+            section.reward_components(self.environment),
+            sandbox,
+            loop,
+            runs_programs=runs_programs,
+            random_rewards=random_rewards,
+            asks_judges=self.asks_judges,
         )
         self.resources.enter_context(Closing(reward_functions.close))
         return reward_functions
@@ -97,16 +100,10 @@ class RunParts(AbstractModelParts):
         Raises:
             RewardConfigError: if one cannot use an answer; the message names the task.
         """
-        for name, components in self._reward_components.items():
+        for name, components in self.config.environment.reward_components(self.environment).items():
             for component in components:
                 tasks = (task for split in Split for task in self.environment.tasks(split))
                 component.check_answers(task for task in tasks if task.environment == name)
-
-    @property
-    def _reward_components(self) -> dict[str, tuple[RewardComponentConfig, ...]]:
-        """Reward components by environment name."""
-        configured = self.config.environment.reward_components(self.environment)
-        return {name: tuple(map(self.replace_reward, components)) for name, components in configured.items()}
 
     @property
     def limits(self) -> Limits:

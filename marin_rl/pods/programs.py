@@ -38,7 +38,7 @@ from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.sessions.recipes import as_rl, recipe_of
-from marin_rl.utils.devices.arrays import copy_program, named_leaves
+from marin_rl.utils.devices.arrays import copy_program, numeric_arrays
 from marin_rl.utils.devices.trainer_config import DistributedConfig, TrainerConfig
 from marin_rl.utils.levanter_line import shard
 
@@ -214,7 +214,7 @@ def lower_score(run: RunShapes) -> jax.stages.Lowered:
 
 def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
     """Lower the copy of the policy that workers fetch."""
-    arrays = list(named_leaves(run.sent).values())
+    arrays = list(numeric_arrays(run.sent).values())
     program = copy_program(tuple(leaf.sharding for leaf in cast(Any, arrays)), run.rl.weights.sent_dtype)
     return program.lower(arrays)
 

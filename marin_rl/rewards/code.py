@@ -28,9 +28,9 @@ import pydantic
 from marin_rl.rewards import code_harness
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
 from marin_rl.rewards.reply_text import graded_text
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
-from marin_rl.types import Task
+from marin_rl.types import RewardFailure, Task
 from marin_rl.utils.settings.checks import check_fields
 
 _HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
@@ -234,14 +234,9 @@ async def run_tests(sandbox: Sandbox, reply: str, tests: CodeTests) -> list[Prog
 
 
 async def _run(sandbox: Sandbox, code: str, stdin: str = "") -> PythonResult:
-    """Run a program.
-
-    A program that lost its worker is repeated, because the machine can be the reason. If that happens again, and an
-    empty program runs afterwards, the program is the reason; otherwise it could avoid a score of 0.
-
-    Raises:
-        RewardCallError: if the sandbox itself failed.
-    """
+    """Run a program; raise RewardCallError if the sandbox itself failed."""
+    # A program that lost its worker is repeated, because the machine can be the reason. If that happens again, and an
+    # empty program runs afterwards, the program is the reason; otherwise it could avoid a score of 0.
     result = await _attempt(sandbox, code, stdin)
     if _lost_worker(result):
         result = await _attempt(sandbox, code, stdin)

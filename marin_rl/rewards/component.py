@@ -92,15 +92,11 @@ class RewardComponentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     def build(self, sandbox: Sandbox) -> RewardComponent:
         """Build the component.
 
-        Args:
-            sandbox: sandbox for user code and model-written code; started before the component's `check`.
+        `sandbox` is for user code and model-written code; it is started before the component's `check`.
         """
 
     def check_answers(self, tasks: Iterable[Task]) -> None:
         """Check the answers of tasks, before any rollout is sampled; by default every answer is valid.
-
-        Args:
-            tasks: the tasks of an environment.
 
         Raises:
             RewardConfigError: if the component cannot use an answer; the message names the task.
@@ -112,9 +108,6 @@ COMPONENT_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 def check_component_name(name: str) -> None:
     """Validate the name of a component.
-
-    Args:
-        name: name of the component.
 
     Raises:
         ValueError: if the name cannot be part of a metric name.

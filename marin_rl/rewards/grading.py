@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar
 import draccus
 from annotated_types import Gt
 
-from marin_rl.rewards.grading_process import NoAnswerError, ask
-from marin_rl.rewards.math.worker import GroundTruthError
+from marin_rl.rewards.grading_process import GroundTruthError, NoAnswerError, ask
 from marin_rl.rewards.reply_text import check_pattern, search_reply
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 

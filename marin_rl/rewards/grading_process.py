@@ -47,6 +47,10 @@ class NoAnswerError(Exception):
     """A text has no grade: its grading exceeded a limit, ended the process, or raised; the message names the cause."""
 
 
+class GroundTruthError(ValueError):
+    """An answer is not usable as ground truth; the message names the answer."""
+
+
 def ask(grader: str, request: Mapping[str, Any], cpu_seconds: float) -> Any:
     """Call a function in a separate process and return its result. Blocks; may be called in any thread.
 

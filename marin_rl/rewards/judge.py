@@ -34,9 +34,9 @@ from annotated_types import Ge, Gt
 
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope, check_component_name
 from marin_rl.rewards.reply_text import graded_text
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import MAX_REWARD
+from marin_rl.types import MAX_REWARD, RewardFailure
 from marin_rl.utils.event_loop import gather_all
 from marin_rl.utils.http_client import NoResponseError, open_client, post_json, without_key
 from marin_rl.utils.output import replace_surrogates
@@ -50,6 +50,8 @@ _PLACEHOLDERS = re.compile(r"\{(conversation|conversations|ground_truth|rubric)\
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _RESERVED = ("score", "retries", "prompt_tokens", "completion_tokens")
 """Metrics of every judge."""
+NOT_ASKED = "the judge was not asked"
+"""Reason of the scores of `without_judge`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,19 +238,7 @@ class LlmJudge:
     async def _ask(
         self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], rollouts: int = 1
     ) -> tuple[T, str, dict[str, float]]:
-        """Query the judge until its verdict is accepted.
-
-        Args:
-            values: texts for the placeholders of the prompt.
-            read: reads the scores in a verdict, or raises a `VerdictError`.
-            rollouts: number of rollouts that share the requests.
-
-        Returns:
-            The result of `read`, the judge's answer, and the metrics of each rollout: retries and tokens.
-
-        Raises:
-            RewardCallError: if a request is refused, or all attempts fail.
-        """
+        """Query the judge until `read` accepts its verdict; return its result, the answer, and each rollout's metrics."""
         usage = collections.Counter(retries=0)
         while True:
             try:
@@ -336,6 +326,35 @@ class LlmJudge:
             raise RewardConfigError(str(error)) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class _UnaskedJudge(RewardComponentConfig):
+    """Stands for an LLM judge, whose calls cost money: checks its key, and gives every rollout the score 0."""
+
+    judge: LlmJudgeConfig
+
+    def build(self, sandbox: Sandbox) -> "_Unasked":
+        """Build the judge without its calls."""
+        return _Unasked(self.judge.build(sandbox))
+
+
+class _Unasked:
+    waits_for_group = False
+
+    def __init__(self, judge: LlmJudge) -> None:
+        self.name, self.weight = judge.name, judge.weight
+        self.scope: RewardScope | None = judge.scope
+        self.check = judge.check
+        self.close = judge.close
+
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
+        return [EvaluateResult(score=0.0, reason=NOT_ASKED) for _ in requests]
+
+
+def without_judge(component: RewardComponentConfig) -> RewardComponentConfig:
+    """Return a component that costs nothing in the place of an LLM judge."""
+    return _UnaskedJudge(component) if isinstance(component, LlmJudgeConfig) else component
+
+
 def _add_tokens(usage: collections.Counter[str], completion: Any) -> None:
     """Add the tokens that an endpoint reports in `usage`; endpoints may leave it out."""
     reported = completion.get("usage") if isinstance(completion, dict) else None
@@ -353,10 +372,7 @@ def shown_order(group_seed: int, count: int) -> list[int]:
     """Return the order in which a judge is shown the rollouts of a group, drawn from the group's seed.
 
     Judges favour positions. With random permutations, over many groups every rollout index is shown at every position.
-
-    Args:
-        group_seed: seed derived from the run's seed and the group.
-        count: number of rollouts.
+    `group_seed` is derived from the run's seed and the group.
 
     Returns:
         A permutation of the rollout indices.
@@ -391,9 +407,7 @@ class ScoreRange(NamedTuple):
     def read(self, value: object, name: str = "score") -> float:
         """Return a score of a verdict: a number, or a text such as `0.8` or `0.8/1`.
 
-        Args:
-            value: the value in the verdict; None if it is missing.
-            name: its name, for the message.
+        `value` is None if it is missing; `name` is for the message.
 
         Raises:
             VerdictError: if it is no number in the range, or `/` follows with another number than the highest score.

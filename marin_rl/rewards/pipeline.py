@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 import marin_rl.rewards.code
 import marin_rl.rewards.judge  # noqa: F401
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest, StepOutput
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import Message, RewardResult, TurnReward
+from marin_rl.types import Message, RewardFailure, RewardResult, TurnReward
 
 logger = logging.getLogger(__name__)
 
@@ -203,26 +203,3 @@ def turn_rewards(results: Sequence[RewardResult], turns: int) -> list[dict[str, 
         for step in result.steps:
             rewards[step.turn][result.component] = result.weight * step.base_reward
     return rewards
-
-
-def evaluation_metrics(results: Iterable[RewardResult]) -> dict[str, float]:
-    """Return the metrics of components: `rewards/<component>/score` and `rewards/<component>/<metric>`.
-
-    Scores are averaged over the rollouts that have one; metrics of a step are averaged over steps. Rollouts without a
-    score are counted by cause, as `rewards/<component>/failed_<cause>`.
-    """
-    values: dict[str, list[float]] = collections.defaultdict(list)
-    failures: collections.Counter[str] = collections.Counter()
-    for result in results:
-        prefix = f"rewards/{result.component}/"
-        for part in (result.metrics, *(step.metrics for step in result.steps)):
-            # A user's metric must not replace the component's own metrics.
-            for name, value in part.items():
-                if name != "score" and not name.startswith("failed_"):
-                    values[prefix + name].append(value)
-        if result.score is None:
-            failures[f"{prefix}failed_{result.failure}"] += 1
-        else:
-            values[f"{prefix}score"].append(result.score)
-    means = {name: sum(of_name) / len(of_name) for name, of_name in values.items()}
-    return means | {name: float(count) for name, count in failures.items()}

@@ -4,15 +4,37 @@
 """The inputs of one rollout: its task and seeds, and its limits."""
 
 import dataclasses
+import hashlib
+import json
 import logging
 
-from marin_rl.objectives.gigpo import anchor_of
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import Message, Task
 
 logger = logging.getLogger(__name__)
+
+
+def anchor_of(observation: object) -> str:
+    """Hash an observation to its anchor state: the hexadecimal SHA-256 of its JSON with sorted keys and no blanks.
+
+    Raises:
+        TypeError: if the observation is not JSON-serialisable; dictionaries must have string keys.
+
+    >>> anchor_of({"x": 1, "y": [2]}) == anchor_of({"y": [2], "x": 1})
+    True
+    >>> anchor_of("room 1") == anchor_of("room 2")
+    False
+    """
+    try:
+        text = json.dumps(observation, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"an observation of type {type(observation).__name__} has no canonical JSON ({error}); "
+            "use strings, finite numbers, lists and dictionaries with string keys"
+        ) from error
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def state_hash(messages: tuple[Message, ...], anchor_state: object) -> str:

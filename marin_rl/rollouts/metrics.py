@@ -8,7 +8,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, StopReason, WeightVersion
+from marin_rl.types import RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,33 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: WeightVersion) ->
     }
 
 
+def reward_metrics(results: Iterable[RewardResult]) -> dict[str, float]:
+    """Return the metrics of components: `rewards/<component>/score` and `rewards/<component>/<metric>`.
+
+    Scores are averaged over the rollouts that have one; metrics of a step are averaged over steps. Rollouts without a
+    score are counted by cause, as `rewards/<component>/failed_<cause>`.
+    """
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    failures: collections.Counter[str] = collections.Counter()
+    for result in results:
+        prefix = f"rewards/{result.component}/"
+        for part in (result.metrics, *(step.metrics for step in result.steps)):
+            # A user's metric must not replace the component's own metrics.
+            for name, value in part.items():
+                if name != "score" and not name.startswith("failed_"):
+                    values[prefix + name].append(value)
+        if result.score is None:
+            failures[f"{prefix}failed_{result.failure}"] += 1
+        else:
+            values[f"{prefix}score"].append(result.score)
+    means = {name: sum(of_name) / len(of_name) for name, of_name in values.items()}
+    return means | {name: float(count) for name, count in failures.items()}
+
+
 def environment_metrics(groups: Sequence[RolloutGroup], parts: Sequence[str]) -> dict[str, float]:
     """Compute metrics per environment.
 
-    Args:
-        groups: all sampled groups.
-        parts: names of the environments of a mixture; empty for a single environment.
+    `parts` are the names of the environments of a mixture; empty for a single environment.
 
     Returns:
         `measured/<environment>/<metric>`, the mean of the environment's own metric over the graded rollouts that have

@@ -157,10 +157,8 @@ class RequestBatcher:
         running |= zip(sampler.start([one.request for one in pending]), pending, strict=True)
 
     def _wait_for_requests(self, queued: int, check_after: float, interrupt: Callable[[], None]) -> bool:
-        """Wait, at most `check_after` seconds, until an idle sampler should start; return whether it can.
-
-        The `queued` requests in the sampler wait for a conversation to end.
-        """
+        """Wait, at most `check_after` seconds, until an idle sampler should start; return whether it can."""
+        # The `queued` requests in the sampler wait for a conversation to end.
         with self._changed:
             while not (self._closed or self._is_complete(queued)):
                 if not self._wait(self._max_wait if self._can_start(queued) else check_after, interrupt):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from marin_rl.environments.random_reward import RandomRewards
 from marin_rl.rewards.component import FunctionReward, RewardComponent, RewardComponentConfig, RewardScope
+from marin_rl.rewards.judge import without_judge
 from marin_rl.rewards.pipeline import build_components, check_components, score_rollouts
 from marin_rl.rewards.sandbox.config import SandboxConfig
 from marin_rl.rewards.sandbox.pool import BATCH_CALLS, Sandbox
@@ -39,6 +40,7 @@ class RewardFunctions:
         *,
         runs_programs: bool = False,
         random_rewards: RandomRewards | None = None,
+        asks_judges: bool = True,
     ) -> None:
         """Start the sandbox and check every component. Without components no sandbox is started.
 
@@ -48,6 +50,7 @@ class RewardFunctions:
             loop: the event loop of all calls; by default a new one.
             runs_programs: whether an environment's tools use the sandbox too, so that it is always started.
             random_rewards: replace all rewards of training tasks, which the components then do not score.
+            asks_judges: whether LLM judges are asked; otherwise their scores are 0.
 
         Raises:
             RewardConfigError: if a component is invalid.
@@ -55,9 +58,11 @@ class RewardFunctions:
         """
         self._random_rewards = random_rewards
         self._loop = BackgroundLoop() if loop is None else loop
-        self._sandbox = Sandbox(SandboxConfig()) if sandbox is None else sandbox
+        self._sandbox = SandboxConfig().build() if sandbox is None else sandbox
         self._by_environment = {
-            name: build_components(configs, self._sandbox) for name, configs in (components or {}).items() if configs
+            name: build_components(configs if asks_judges else [*map(without_judge, configs)], self._sandbox)
+            for name, configs in (components or {}).items()
+            if configs
         }
         self._is_started = bool(self._by_environment) or runs_programs
         if self._is_started:
@@ -105,8 +110,7 @@ class RewardFunctions:
     async def score_rollouts(self, builders: Sequence[RolloutBuilder]) -> None:
         """Score the rollouts of complete groups with the remaining pointwise components, and add the rewards of all.
 
-        Args:
-            builders: the rollouts in order, which determines the calls that share a process.
+        The order of the rollouts determines the calls that share a process.
         """
 
         def missing(environment: str, component: RewardComponent) -> list[RolloutBuilder]:

@@ -15,7 +15,6 @@ from typing import Any
 from marin_rl.environments.agent import check_reward
 from marin_rl.environments.base import AgentResult, Step
 from marin_rl.environments.random_reward import RandomRewards
-from marin_rl.objectives.shaping import TRUNCATED
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
 from marin_rl.rewards.sandbox.functions import RewardRequest
 from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
@@ -290,7 +289,7 @@ class RolloutBuilder:
         Raises:
             ValueError: if a reward is NaN or infinite, or if there is no reward; the message names the rollout.
         """
-        unrewarded = {TRUNCATED: 0.0} if self._hit_limit else {}
+        unrewarded = {RolloutStatus.TRUNCATED.value: 0.0} if self._hit_limit else {}
         if self._is_agent and not (self.has_failed or self._rewards or unrewarded):
             self.fail(
                 RolloutStatus.FAILED,

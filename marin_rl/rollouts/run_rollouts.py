@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from marin_rl.environments.base import AbstractEnvironment
-from marin_rl.rewards.sandbox.functions import RewardFailure
 from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
 from marin_rl.rollouts.episode import ConnectAgent, run_episode
 from marin_rl.rollouts.group_codec import decode_group, encode_group, join_parts, split_parts
@@ -25,7 +24,7 @@ from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.sampler import Sampler
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import RolloutGroup, Task
+from marin_rl.types import RewardFailure, RolloutGroup, Task
 from marin_rl.utils import multihost
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.event_loop import BackgroundLoop, gather_all

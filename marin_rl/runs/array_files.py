@@ -22,10 +22,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from haliax import NamedArray
 from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh, Sharding
 
+from marin_rl.utils.devices.arrays import is_named, named_arrays, replace_arrays
+from marin_rl.utils.devices.boxes import (
+    Array,
+    Bounds,
+    grid_cells,
+    local_boxes,
+    own_shards,
+    place_boxes,
+    slices_within,
+    start_copies,
+    whole,
+)
 from marin_rl.utils.storage import FileDigest, StoragePath, digest_of
 
 T = TypeVar("T")
@@ -56,9 +67,6 @@ class SavedArray:
     prefix: str
     """Start of the names of its files."""
 
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
     def file(self, start: Sequence[int]) -> str:
         """Return the name of the file of the chunk that starts at this element."""
         numbers = [str(first // part) for first, part in zip(start, self.chunk, strict=True)]
@@ -66,8 +74,8 @@ class SavedArray:
 
     def files(self) -> Iterator[str]:
         """Yield the names of the files of all chunks."""
-        grid = [range(0, size, part) for size, part in zip(self.shape, self.chunk, strict=True)]
-        return map(self.file, itertools.product(*grid))
+        for box in grid_cells(whole(self.shape), self.chunk):
+            yield self.file([start for start, _ in box])
 
     def open(
         self,
@@ -90,8 +98,8 @@ class SavedArray:
         return ts.virtual_chunked(context=context, **options)
 
 
-HostArray = tuple[SavedArray, list[tuple[tuple[slice, ...], np.ndarray]]]
-"""An array and the shards of it that this process writes, with their places, in host memory."""
+HostArray = tuple[SavedArray, list[tuple[Bounds, np.ndarray]]]
+"""An array and the shards of it that this process writes, with their boxes, in host memory."""
 
 
 def make_context(cache_bytes: int = _CACHE_BYTES) -> ts.Context:
@@ -104,16 +112,6 @@ def bytes_of(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def named_arrays(tree: object) -> dict[str, Any]:
-    """Return the arrays of a tree, or their shapes, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named)
-    return {jax.tree_util.keystr(path): leaf.array if _is_named(leaf) else leaf for path, leaf in leaves}
-
-
-def _is_named(leaf: object) -> bool:
-    return isinstance(leaf, NamedArray)
-
-
 def copy_to_host(tree: object, *, donated: bool = True) -> dict[str, HostArray]:
     """Copy the shards that this process writes to the host.
 
@@ -122,21 +120,17 @@ def copy_to_host(tree: object, *, donated: bool = True) -> dict[str, HostArray]:
     shard of this process has none.
     """
     arrays = named_arrays(tree)
-    shards = {
-        name: [shard for shard in array.addressable_shards if shard.replica_id == 0] for name, array in arrays.items()
-    }
-    for shard in itertools.chain.from_iterable(shards.values()):
-        shard.data.copy_to_host_async()
+    start_copies(arrays.values())
     return {
-        name: (_describe(name, array), [(shard.index, _on_host(shard.data, donated)) for shard in shards[name]])
+        name: (_describe(name, array), [(box, _on_host(shard, donated)) for box, shard in own_shards(array)])
         for name, array in arrays.items()
     }
 
 
-def _on_host(array: jax.Array, donated: bool) -> np.ndarray:
-    (device,) = array.devices()
+def _on_host(array: Array, donated: bool) -> np.ndarray:
     # On the CPU numpy would view the device's memory, which a donation reuses.
-    return np.array(array, copy=True) if donated and device.platform == "cpu" else np.asarray(array)
+    is_view = not isinstance(array, jax.Array) or all(device.platform == "cpu" for device in array.devices())
+    return np.array(array, copy=True) if donated and is_view else np.asarray(array)
 
 
 def _describe(name: str, array: jax.Array) -> SavedArray:
@@ -175,7 +169,10 @@ def write_arrays(folder: StoragePath, arrays: Mapping[str, HostArray]) -> dict[s
     for array, shards in arrays.values():
         chunks = array.open(context, write=write)
         # A reference, because a copy of all shards would double the memory.
-        pending += [chunks[index].write(shard, can_reference_source_data_indefinitely=True) for index, shard in shards]
+        pending += [
+            chunks[slices_within(box, whole(array.shape))].write(shard, can_reference_source_data_indefinitely=True)
+            for box, shard in shards
+        ]
     _wait(pending)
     return written
 
@@ -195,23 +192,21 @@ def load_arrays(arrays: Mapping[str, ts.TensorStore], like: T, mapping: Resource
     Raises:
         Exception: that of the function that reads the files, after all reads have ended.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=_is_named)
-    named = [(jax.tree_util.keystr(path), leaf, _sharding(leaf, mapping, mesh)) for path, leaf in leaves]
-    reads = {name: _read_shards(arrays[name], sharding) for name, _, sharding in named}
-    _wait(read for shards in reads.values() for read in shards.values())
-    loaded: list[Any] = []
-    for name, leaf, sharding in named:
-        shards = {index: read.result() for index, read in reads.pop(name).items()}
-        array = jax.make_array_from_callback(arrays[name].shape, sharding, lambda index, own=shards: own[str(index)])
-        loaded.append(NamedArray(array, leaf.axes) if _is_named(leaf) else array)
-    return jax.tree.unflatten(structure, loaded)
+    leaves = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_named)
+    shardings = {jax.tree_util.keystr(path): _sharding(leaf, mapping, mesh) for path, leaf in leaves}
+    reads = {name: _read_boxes(arrays[name], sharding) for name, sharding in shardings.items()}
+    _wait(read for boxes in reads.values() for read in boxes.values())
+    loaded = {}
+    for name, sharding in shardings.items():
+        boxes = {box: read.result() for box, read in reads.pop(name).items()}
+        loaded[name] = place_boxes(arrays[name].shape, sharding, boxes)
+    return replace_arrays(like, loaded)
 
 
-def _read_shards(array: ts.TensorStore, sharding: Sharding) -> dict[str, ts.Future]:
-    """Start to read the different shards of the devices of this process; return them by place."""
-    indices = sharding.addressable_devices_indices_map(array.shape).values()
-    places = {str(index): index for index in indices if index is not None}
-    return {place: array[index].read() for place, index in places.items()}
+def _read_boxes(array: ts.TensorStore, sharding: Sharding) -> dict[Bounds, ts.Future]:
+    """Start to read the boxes of an array on the devices of this process."""
+    boxes = local_boxes(array.shape, sharding)
+    return {box: array[slices_within(box, whole(array.shape))].read() for box in boxes}
 
 
 def _wait(pending: Iterable[ts.Future | ts.WriteFutures]) -> None:
@@ -222,6 +217,6 @@ def _wait(pending: Iterable[ts.Future | ts.WriteFutures]) -> None:
 
 
 def _sharding(leaf: Any, mapping: ResourceMapping, mesh: Mesh) -> Sharding:
-    if _is_named(leaf):
+    if is_named(leaf):
         return hax.partitioning.sharding_for_axis(leaf.axes, mapping, mesh)
     return getattr(leaf, "sharding", None) or hax.partitioning.sharding_for_axis((), {}, mesh)

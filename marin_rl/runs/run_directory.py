@@ -315,7 +315,7 @@ def require_checkpoint(run: str, folder: StoragePath, step: int | None) -> None:
 def mistaken_for(path: StoragePath) -> str | None:
     """Say what a path is that is no run directory or no model, with the option that takes it; None if unknown."""
     for run in map(RunDirectory, (path, path.parent, path.parent.parent)):
-        if run.config.is_file() and run.has_results:
+        if run.config.is_file() and run.has_results():
             if run.path == path:
                 return "it is a run directory; give it as --run"
             step = "" if step_of(path) is None else f" --step {step_of(path)}"

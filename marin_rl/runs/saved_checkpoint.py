@@ -11,9 +11,10 @@ from typing import Any, TypeVar, cast
 
 import tensorstore as ts
 
-from marin_rl.runs.array_files import STREAMS, SavedArray, load_arrays, make_context, named_arrays
+from marin_rl.runs.array_files import STREAMS, SavedArray, load_arrays, make_context
 from marin_rl.runs.run_directory import MANIFEST, CheckpointError, folder_name, step_of
 from marin_rl.utils import multihost
+from marin_rl.utils.devices.arrays import describe, first_difference, named_arrays
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.remote_path import StorageError
 from marin_rl.utils.storage import FileDigest, StoragePath, digest_of, file_sizes
@@ -89,13 +90,13 @@ class Checkpoint:
         saved = {
             name.removeprefix(prefix): found for name, found in self.arrays.items() if name.startswith(f"{prefix}.")
         }
-        expected = {name: f"{array.dtype}{list(array.shape)}" for name, array in named_arrays(like).items()}
-        for name in {**saved, **expected}:
-            if name not in saved or str(saved[name]) != expected.get(name):
-                raise CheckpointError(
-                    f"checkpoint {self.path} does not fit the configured model and optimizer: {name} is "
-                    f"{saved.get(name, 'absent')} in the checkpoint and {expected.get(name, 'absent')} as configured"
-                )
+        found = {name: describe(array) for name, array in saved.items()}
+        expected = {name: describe(array) for name, array in named_arrays(like).items()}
+        if difference := first_difference(found, expected):
+            raise CheckpointError(
+                f"checkpoint {self.path} does not fit the configured model and optimizer: {difference[0]} is "
+                f"{difference[1]} in the checkpoint and {difference[2]} as configured"
+            )
         return dataclasses.replace(self, arrays=saved)
 
     def open_arrays(self) -> dict[str, ts.TensorStore]:

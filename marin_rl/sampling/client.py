@@ -52,10 +52,7 @@ class CompletionsClient:
     async def post(self, client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> object:
         """Return the parsed response to a request.
 
-        Args:
-            client: from `open`.
-            index: index of the request, for error messages.
-            body: JSON of the request.
+        `client` is from `open`, `body` is JSON, and `index` is that of the request, for error messages.
 
         Raises:
             SamplerError: if the server rejects it, or does not respond within the limits of `retry`.

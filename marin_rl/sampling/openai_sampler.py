@@ -170,10 +170,6 @@ class OpenAiSampler(Sampler):
     def update_weights(self, model: LmHeadModel, version: WeightVersion) -> None:
         """Make the server load weights; returns when they are loaded, and the server samples from them.
 
-        Args:
-            model: the new weights.
-            version: number of training steps that produced them.
-
         Raises:
             SamplerError: if the server does not answer, or its log-probs are not those of the weights.
         """

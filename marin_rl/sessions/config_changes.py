@@ -29,7 +29,6 @@ from levanter.trainer_state import init_optimizer_for_trainables
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_spec import PolicySpec
-from marin_rl.runs.array_files import named_arrays
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.run_directory import (
     CheckpointError,
@@ -45,6 +44,7 @@ from marin_rl.runs.run_directory import (
 from marin_rl.runs.saved_checkpoint import read_manifest
 from marin_rl.sessions.earlier_run import read_config, require_rl
 from marin_rl.training.run_state import Progress
+from marin_rl.utils.devices.arrays import describe, first_difference, named_arrays
 from marin_rl.utils.errors import RunDirectoryError
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.fields import changeable_keys, flatten, is_within, keys_changeable_by_name
@@ -324,20 +324,18 @@ def _listed(names: Sequence[str]) -> str:
 def _state_difference(old: OptimizerConfig, new: OptimizerConfig, num_updates: int, spec: PolicySpec) -> str | None:
     """Return how the arrays of two optimizers' states differ, None if they do not."""
     before, after = (_state_arrays(each.build(num_updates), spec.trained) for each in (old, new))
-    for name in (*before, *after):
-        if before.get(name) != after.get(name):
-            return (
-                f"the state of the optimizer in the checkpoints would not fit: {name} is {before.get(name, 'absent')} "
-                f"there, and {after.get(name, 'absent')} now"
-            )
-    return None
+    difference = first_difference(before, after)
+    return difference and (
+        f"the state of the optimizer in the checkpoints would not fit: {difference[0]} is {difference[1]} there, and "
+        f"{difference[2]} now"
+    )
 
 
 def _state_arrays(optimizer: optax.GradientTransformation, trained: Any) -> dict[str, str]:
     # Levanter logs the decayed weights to the current tracker.
     with current_tracker(NoopTracker()):
         state = eqx.filter_eval_shape(lambda model: init_optimizer_for_trainables(optimizer, model), trained)
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_arrays(state).items()}
+    return {name: describe(array) for name, array in named_arrays(state).items()}
 
 
 def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
@@ -349,9 +347,7 @@ def read_config_of_step(directory: RunDirectory, step: int) -> TrainConfig:
 def refuse_moved_runs(files: Sequence[Path], run_dir: str) -> None:
     """Refuse a config file that is the `config.yaml` of a run which was moved or copied, and names its former folder.
 
-    Args:
-        files: config files of the command line.
-        run_dir: the run directory of the config.
+    `files` are the config files of the command line, and `run_dir` is that of the config.
 
     Raises:
         RunDirectoryError: if there is one.

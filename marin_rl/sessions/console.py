@@ -64,12 +64,7 @@ LOG_WIDTH = 100
 
 
 def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Return whether lines can be redrawn: on a terminal that is not dumb, and not in a CI job.
-
-    Args:
-        stream: output stream.
-        environment: environment variables.
-    """
+    """Return whether lines can be redrawn: on a terminal that is not dumb, and not in a CI job."""
     return stream.isatty() and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 

@@ -18,7 +18,7 @@ from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
 from marin_rl.config.supervised_config import AbstractSupervisedConfig
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
+from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.dataset import DatasetConfig
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_spec import PolicySpec
@@ -27,8 +27,6 @@ from marin_rl.parts.model import Report
 from marin_rl.parts.rl import RunParts
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.judge import LlmJudgeConfig
-from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.attempt import LongPrompts
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -48,7 +46,6 @@ from marin_rl.sessions.trial_rollouts import (
     trial_problems,
     trial_warnings,
     try_replies,
-    without_judge,
 )
 from marin_rl.tokenization.chat_template import ChatTemplateError
 from marin_rl.training import evaluation, warm_start
@@ -138,7 +135,7 @@ def dry_run(
     resolved = found.attempt(resolve_model, config)
     config = resolved or config
     with contextlib.ExitStack() as opened:
-        parts = RunParts(config, config.trainer, opened, report, without_judge)
+        parts = RunParts(config, config.trainer, opened, report, asks_judges=False)
         state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
         found.attempt(check_weight_files, config.initialize_from, config.run_dir, config.tokenizer.path)
         found.attempt(check_trackers, config.trainer.tracker)
@@ -162,7 +159,7 @@ def dry_run(
             if isinstance(section, DatasetConfig) and environment is not None and (unused := section.unused_columns()):
                 report(f"columns not used: {_shown_columns(unused)} ({key})")
         if environment is None:
-            found.attempt(_check_reward_files, config.environment, config.sandbox)
+            found.attempt(_check_reward_files, config)
         else:
             _check_environment(found, parts, vocab_size)
         if (unchecked := found.attempt(_unchecked, parts, state)) is not None:
@@ -255,13 +252,13 @@ def _directory_state(config: AbstractRunConfig, *, accept_changes: bool, named: 
     return _DirectoryState(outlook, progress)
 
 
-def _check_reward_files(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
+def _check_reward_files(config: TrainConfig) -> None:
     """Check the reward functions of an environment that cannot be built, as `RunParts` does."""
-    sections = nested_sections(environment, "environment")
-    components = {key: (without_judge(one),) for key, one in sections if isinstance(one, RewardComponentConfig)}
+    sections = nested_sections(config.environment, "environment")
+    components = {key: (one,) for key, one in sections if isinstance(one, RewardComponentConfig)}
     loop = BackgroundLoop()
     with Closing(loop.close):
-        RewardFunctions(components, Sandbox(sandbox), loop).close()
+        RewardFunctions(components, config.sandbox.build(), loop, asks_judges=False).close()
 
 
 def _check_environment(found: DryRun, parts: RunParts, vocab_size: int | None) -> None:

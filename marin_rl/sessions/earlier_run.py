@@ -86,9 +86,6 @@ def resolve_model(config: ConfigT) -> ConfigT:
     A run that was started with `model` set resumes from its checkpoints and does not read `initialize_from` again. One
     that was started without reads architecture and tokenizer in its directory if the starting weights are gone.
 
-    Args:
-        config: training config; `model` may be None.
-
     Returns:
         The config with `model` set, unless both `model` and `initialize_from` are None, and with the path of the
         tokenizer if there is an `initialize_from`.

@@ -66,9 +66,6 @@ class EvaluateConfig(ConfigSection):
 def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:
     """Evaluate a checkpoint. With several processes, each runs a share of the attempts.
 
-    Args:
-        config: run, checkpoint and evaluation settings.
-
     Returns:
         The step of the checkpoint, and the metrics of `marin_rl.training.evaluation.evaluate` and `reference_loss`.
 

@@ -181,9 +181,7 @@ def _refuse_constant(name: str) -> None:
 def run_job(job: Job, stream: TextIO) -> JobResult:
     """Start or resume the run of a job; if a former attempt has succeeded, return its result.
 
-    Args:
-        job: the job.
-        stream: console output.
+    `stream` is for console output.
 
     Raises:
         ConfigError: if the config is invalid, an input is missing, or has another checksum.

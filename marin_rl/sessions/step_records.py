@@ -123,9 +123,6 @@ def open_records(run: AbstractRun, directory: RunDirectory) -> StepRecords:
 def check_trackers(configs: TrackerConfig | Sequence[TrackerConfig]) -> None:
     """Check that the packages of trackers are installed, and that wandb has an account, without a request.
 
-    Args:
-        configs: levanter's tracker section.
-
     Raises:
         UserError: if one is missing; the message names the tracker and the remedy.
     """
@@ -229,11 +226,7 @@ def open_profiler(config: TrainerConfig, folder: StoragePath) -> Iterator[Callab
 
     A trace is written when its last step or the run ends. TensorBoard's profile plugin shows it, and Perfetto
     `perfetto_trace.json.gz`. The phases of a step are in it by name. A process that resumes after the first of these
-    steps traces none.
-
-    Args:
-        config: the trainer section.
-        folder: folder of the trace of this process.
+    steps traces none. `folder` is that of the trace of this process.
 
     Yields:
         A function that must be called with the number of each step before it begins.

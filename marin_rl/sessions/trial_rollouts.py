@@ -9,7 +9,6 @@ answer, demonstration or answer.
 
 import collections
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,16 +16,14 @@ from marin_rl.environments.base import CORRECT, AbstractEnvironment, Environment
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.single_turn import FULL_REWARD, GARBAGE, garbage_reply, is_answer
 from marin_rl.environments.streams import MixtureConfig, MixtureEnvironment
-from marin_rl.rewards.component import RewardComponentConfig, RewardScope
-from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
-from marin_rl.rewards.sandbox.pool import Sandbox
+from marin_rl.rewards.judge import NOT_ASKED
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, require_one_success, run_groups
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import (
     Generation,
     Message,
+    RewardFailure,
     Rollout,
     RolloutGroup,
     RolloutStatus,
@@ -41,7 +38,6 @@ TRIAL_TASKS = 4
 WORKED = "the worked answer"
 DEMONSTRATION = "the demonstration"
 ANSWER = "the task's answer"
-_NOT_ASKED = "the judge was not asked"
 _SHOWN = 100
 """Maximum characters of a reason, an answer or an error in a table."""
 
@@ -99,35 +95,6 @@ class FixedReplies(Sampler):
         """Do nothing; there are no weights."""
 
 
-@dataclasses.dataclass(frozen=True)
-class UnaskedJudge(RewardComponentConfig):
-    """Stands for an LLM judge, whose calls cost money: checks its key, and gives every rollout the score 0."""
-
-    judge: LlmJudgeConfig
-
-    def build(self, sandbox: Sandbox) -> "_Unasked":
-        """Build the judge without its calls."""
-        return _Unasked(self.judge.build(sandbox))
-
-
-class _Unasked:
-    waits_for_group = False
-
-    def __init__(self, judge: LlmJudge) -> None:
-        self.name, self.weight = judge.name, judge.weight
-        self.scope: RewardScope | None = judge.scope
-        self.check = judge.check
-        self.close = judge.close
-
-    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
-        return [EvaluateResult(score=0.0, reason=_NOT_ASKED) for _ in requests]
-
-
-def without_judge(component: RewardComponentConfig) -> RewardComponentConfig:
-    """Return a component that costs nothing in the place of an LLM judge."""
-    return UnaskedJudge(component) if isinstance(component, LlmJudgeConfig) else component
-
-
 class Reply(NamedTuple):
     """A reply to try."""
 
@@ -165,11 +132,7 @@ def agent_environments(config: EnvironmentConfig, environment: AbstractEnvironme
 def try_replies(runner: RolloutRunner, sampler: FixedReplies, tasks: Sequence[Task], seed: int) -> list[list[Trial]]:
     """Run and score rollouts with garbage and right replies.
 
-    Args:
-        runner: environment, limits and reward functions; its sampler is `sampler`.
-        sampler: receives the replies.
-        tasks: tasks with prompts that fit.
-        seed: seed of the run.
+    `sampler` is that of `runner`; the prompts of the tasks fit.
 
     Returns:
         The trials of each task.
@@ -290,12 +253,8 @@ def trial_problems(trials: Sequence[Sequence[Trial]]) -> list[str]:
 def trial_warnings(section: EnvironmentConfig, max_new_tokens: int, trials: Sequence[Sequence[Trial]]) -> list[str]:
     """Return a sentence for each sign of a wrong reward in the trials of one environment.
 
-    A sign counts if it appears for more than half of the tasks, because garbage can be right by chance.
-
-    Args:
-        section: the environment section of the run.
-        max_new_tokens: maximum tokens of a reply.
-        trials: the trials of each task.
+    A sign counts if it appears for more than half of the tasks, because garbage can be right by chance. `trials` are
+    those of each task.
     """
     every = [trial for of_task in trials for trial in of_task]
     environment = every[0].rollout.task.environment
@@ -362,7 +321,7 @@ def _environment_reward(rollout: Rollout) -> float:
 
 def _unrewarded_answers(trials: Sequence[Sequence[Trial]]) -> Iterator[str]:
     worked = [trial.rollout for of_task in trials for trial in of_task if trial.reply.name == WORKED]
-    unknown = {rollout.id for rollout in worked if _NOT_ASKED in [result.reason for result in rollout.evaluations]}
+    unknown = {rollout.id for rollout in worked if NOT_ASKED in [result.reason for result in rollout.evaluations]}
     graded = [one for one in worked if one.status.is_graded and (one.id not in unknown or CORRECT in one.rewards)]
     wrong = [one for one in graded if one.rewards.get(CORRECT, one.total_reward or 0.0) <= 0]
     if 2 * len(wrong) > len(trials):

@@ -139,9 +139,7 @@ class ChatTokenizer:
     def text_tokens(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Tokenize a text that is no conversation, with the special tokens in it but none that the tokenizer adds.
 
-        Args:
-            text: the text.
-            max_tokens: number of tokens after which some may be left out; None for all tokens.
+        After `max_tokens` tokens, some may be left out; None for all tokens.
         """
         return encode_start(
             lambda part: self.tokenizer(part, add_special_tokens=False).encodings[0],
@@ -282,17 +280,9 @@ class ChatTokenizer:
         sampled: Callable[[], Sequence[int]],
         limit: int | None = None,
     ) -> list[int] | None:
-        """Tokenize what the template adds to a sequence; None if it rewrote the history.
-
-        Args:
-            before: the rendered prompt of the reply.
-            after: the rendered prompt of the next reply.
-            reply: the content of the reply.
-            mark: the mark of both prompts.
-            last: last token of the sequence.
-            sampled: returns at least the last tokens of the sequence without its stop tokens, reply included.
-            limit: number of tokens after which further ones may be left out; None for all.
-        """
+        """Tokenize what the template adds to a sequence between two prompts; None if it rewrote the history."""
+        # Both prompts are rendered with `mark`. `last` is the last token of the sequence; `sampled` returns at least
+        # its last tokens without stop tokens, reply included. After `limit` tokens some may be left out.
         prefix = before + self._encoder.escape(reply, mark)
         if not after.startswith(prefix):
             # Sentencepiece's decoder drops the leading space of a reply, and templates made for it restore the space.
@@ -309,11 +299,8 @@ class ChatTokenizer:
     def decode_reply(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode a generation without its stop token.
 
-        Bytes that are not valid UTF-8 become U+FFFD.
-
-        Args:
-            token_ids: the generation.
-            skip_special_tokens: whether to leave out special tokens before the stop token, too.
+        Bytes that are not valid UTF-8 become U+FFFD. With `skip_special_tokens`, special tokens before the stop token
+        are left out, too.
         """
         ids = self._without_stop_tokens(token_ids)
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
@@ -321,8 +308,7 @@ class ChatTokenizer:
     def opens_thoughts(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with `<think>`, to which templates of reasoning models may add a newline.
 
-        Args:
-            prompt: the tokens of the prompt, or its last ones.
+        `prompt` has its tokens, or the last ones.
         """
         end = self._decode(prompt[-_THINK_TOKENS:])
         return end.rstrip().endswith("<think>")
@@ -330,8 +316,7 @@ class ChatTokenizer:
     def reply_start(self, prompt: Sequence[int]) -> str:
         r"""Return the text of the assistant's turn that a prompt already contains, such as `<think>\n`.
 
-        Args:
-            prompt: the tokens of the prompt, or its last ones.
+        `prompt` has its tokens, or the last ones.
 
         >>> from marin_rl.tokenization.load import byte_tokenizer
         >>> chat = ChatTokenizer(byte_tokenizer())

@@ -210,9 +210,7 @@ class ChatTemplate:
 def check_template_syntax(source: str, owner: str) -> None:
     """Check that a text is a Jinja template.
 
-    Args:
-        source: source of the template.
-        owner: file of the template, or name of the tokenizer that has it.
+    `owner` is the file of the template, or the name of the tokenizer that has it.
 
     Raises:
         ChatTemplateError: if it is not; the message has the line.
@@ -229,11 +227,8 @@ def check_template_syntax(source: str, owner: str) -> None:
 def check_template_ends(source: str, owner: str) -> None:
     """Render a template once in a process with limits, because it may loop, or build a text, without end.
 
-    A template that does so only for some conversations is not found.
-
-    Args:
-        source: source of the Jinja template.
-        owner: name of the tokenizer, for error messages.
+    A template that does so only for some conversations is not found. `owner` is the name of the tokenizer, for error
+    messages.
 
     Raises:
         ChatTemplateError: if the process exceeds its time or memory; other problems of the template are not reported.
@@ -287,9 +282,7 @@ class TemplateEncoder:
     def __init__(self, backend: Tokenizer, stop_tokens: Iterable[str]):
         """Create an encoder from a private copy of a tokenizer that neither truncates nor pads.
 
-        Args:
-            backend: the tokenizer.
-            stop_tokens: texts to escape in addition to those of the tokens flagged as special.
+        `stop_tokens` are texts to escape in addition to those of the tokens flagged as special.
         """
         self._backend = Tokenizer.from_str(backend.to_str())
         self._backend.no_truncation()
@@ -430,10 +423,6 @@ def fit_conversation(messages: Sequence[Message], template: ChatTemplate) -> Con
     template.
 
     Converting the messages before and after a reply separately gives the same result as converting all at once.
-
-    Args:
-        messages: the conversation.
-        template: the template that renders it.
     """
     carried = [message for message in messages if "tools" in message]
     tools = tuple(tool for message in carried for tool in message["tools"]) if template.renders_tools else ()

@@ -147,10 +147,7 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a chat template for tokenizers without one, such as those of base models.
 
     It concatenates the contents of the messages, without roles. Each reply ends with eos. The text begins with bos if
-    the tokenizer adds bos to plain text.
-
-    Args:
-        tokenizer: determines whether bos is added.
+    the tokenizer adds bos to plain text. `tokenizer` determines whether bos is added.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.chat_template = plain_template(tokenizer)

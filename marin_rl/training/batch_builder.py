@@ -160,11 +160,8 @@ class BatchBuilder:
 
         The loss denominator is computed over each minibatch, which is the whole batch of one update. A minibatch
         without a gradient is left out: an update would let the moments of the optimizer decay, and the next gradient
-        would take a step that is several times too large.
-
-        Args:
-            batch: rollouts of the step, with advantages.
-            step: together with the run's seed, determines the assignment of rollouts to minibatches.
+        would take a step that is several times too large. `batch` has advantages. The run's seed and `step` determine
+        the assignment of rollouts to minibatches.
         """
         updates, count = self.config.updates, len(batch.ids)
         for epoch in range(updates.epochs):

@@ -16,10 +16,9 @@ from marin_rl.distributed.rollout_source import RolloutSource
 from marin_rl.distributed.scheduler import RequestNumber
 from marin_rl.environments.base import AbstractEnvironment, Split, TaskStream
 from marin_rl.objectives.shaping import OverlongConfig, TruncationConfig, shape_rewards
-from marin_rl.rewards.pipeline import evaluation_metrics
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.config import FilterConfig, rewards_differ
-from marin_rl.rollouts.metrics import environment_metrics, rollout_metrics, staleness_metrics
+from marin_rl.rollouts.metrics import environment_metrics, reward_metrics, rollout_metrics, staleness_metrics
 from marin_rl.rollouts.run_rollouts import require_one_success
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat import ChatTokenizer
@@ -154,10 +153,6 @@ class GroupCollector:
     def draw_tasks(self, progress: Progress, count: int) -> list[Task]:
         """Draw the next training tasks, and advance the task stream by them and by skipped tasks.
 
-        Args:
-            progress: progress of the run; task stream and counters advance.
-            count: number of tasks.
-
         Raises:
             PromptTooLongError: if every training task was skipped, or if the number of tasks skipped in a row reaches
                 ten times the number of training tasks plus 1,000, for example because a curriculum only draws from
@@ -198,7 +193,7 @@ class GroupCollector:
             "filter/dropped_ungraded": len(left_out) - equal,
             **self.stream.metrics(progress.task_stream),
         }
-        metrics = evaluation_metrics(results)
+        metrics = reward_metrics(results)
         if any(rollout.rewards for group in sampled for rollout in group.rollouts):
             metrics |= {**rollout_metrics(sampled), **environment_metrics(sampled, self.stream.parts)}
         return {**metrics, **{name: float(count) for name, count in counts.items()}}

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from marin_rl.batching.rollout_batch import RolloutBatch, batch_demonstration, join_batches
+from marin_rl.batching.rollout_batch import RolloutBatch, join_batches
 from marin_rl.config.sections import EvaluationConfig
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.data.conversations import batch_demonstration
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.pass_at_k import pass_at_k
@@ -161,10 +162,7 @@ def is_quality(name: str) -> bool:
 def require_tasks(environment: AbstractEnvironment, tasks: Sequence[Task], split: Split) -> None:
     """Check that there are tasks to evaluate on.
 
-    Args:
-        environment: source of the tasks, for the error message.
-        tasks: tasks to evaluate on.
-        split: split of the tasks.
+    `environment` is the source of the tasks, for the error message.
 
     Raises:
         ValueError: if there are none.
@@ -178,10 +176,7 @@ def require_tasks(environment: AbstractEnvironment, tasks: Sequence[Task], split
 def first_of_each(tasks: Sequence[Task], count: int, runner: RolloutRunner) -> list[Task]:
     """Select the first tasks of each environment, without tasks that are skipped for their long prompts.
 
-    Args:
-        tasks: tasks of one or more environments.
-        count: maximum number of tasks per environment.
-        runner: its limits and tokenizer determine which prompts are too long.
+    There are at most `count` tasks of each; limits and tokenizer of `runner` determine which prompts are too long.
 
     Returns:
         The selected tasks in their original order.

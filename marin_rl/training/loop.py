@@ -361,13 +361,7 @@ def model_flops_utilization(
     """Compute the model FLOPs utilization of a step's forward and backward passes.
 
     `mfu = 3 · flops_per_token · tokens / (seconds · peak FLOPS of all devices)`, without padding tokens. The FLOPs of
-    attention are those of whole rows.
-
-    Args:
-        model: architecture.
-        vocab_size: vocabulary size of the model.
-        updates: batches of the step's updates.
-        step_seconds: duration of all updates.
+    attention are those of whole rows. `step_seconds` is the duration of all updates of the step.
 
     Returns:
         `mfu`, or nothing if the peak FLOPS of the device is unknown (for example on a CPU) or there was no update.

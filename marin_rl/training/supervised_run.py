@@ -255,13 +255,7 @@ def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
 
 
 def held_out_loss(parts: SupervisedParts, examples: Sequence[Example], policy: LmHeadModel) -> dict[str, float]:
-    """Return the cross-entropy (nats per token) and the share of tokens that are the most likely ones.
-
-    Args:
-        parts: parts of the run.
-        examples: the held-out rows.
-        policy: the weights.
-    """
+    """Return the cross-entropy (nats per token) and the share of tokens that are the most likely ones."""
     loss, correct = 0.0, 0
     for _, scores in score_examples(parts, policy, examples):
         assert scores.is_most_likely is not None

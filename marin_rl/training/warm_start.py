@@ -14,8 +14,9 @@ from levanter.optim.config import AdamConfig
 
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import PackedBatch
-from marin_rl.batching.rollout_batch import RolloutBatch, batch_conversation, join_batches
+from marin_rl.batching.rollout_batch import RolloutBatch, join_batches
 from marin_rl.config.sections import WarmStartConfig
+from marin_rl.data.conversations import batch_conversation
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import cross_entropy_loss

@@ -23,7 +23,7 @@ from marin_rl.distributed.coordinator import Announcement, Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
 from marin_rl.distributed.rollout_source import group_inputs
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.weights.fetch import TRANSIENT_ERRORS, WeightReceiver, open_receiver
+from marin_rl.distributed.weight_receiver import TRANSIENT_ERRORS, WeightReceiver, open_receiver
 from marin_rl.learner.base_weights import check_base, fingerprint
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.policy_spec import PolicySpec

@@ -66,11 +66,7 @@ def explain(error: BaseException, description: str | None = None) -> str:
 
     The first line is the description. The frames of the code follow, one a line as `file:line, in function: source`.
     Those of this package, of installed packages and of Python are omitted. The causes of the error, and the errors of
-    an exception group, follow in the same form.
-
-    Args:
-        error: the error.
-        description: its description; by default `describe(error)`.
+    an exception group, follow in the same form. The description is by default `describe(error)`.
     """
     lines = [describe(error) if description is None else description]
     # An error's attributes are other people's code too.
@@ -191,10 +187,7 @@ def install_command(extra: str) -> str:
 def nearest(name: str, valid: Iterable[str], heading: str = "Valid here") -> str:
     """Suggestion for an error message: the nearest valid names, and all of them if they are few or none is near.
 
-    Args:
-        name: the invalid name.
-        valid: the valid names.
-        heading: text before the list of all names.
+    `heading` is the text before the list of all names.
 
     >>> nearest("sede", ["seed", "steps"])
     "did you mean 'seed'? Valid here: seed, steps"
@@ -213,9 +206,7 @@ def nearest(name: str, valid: Iterable[str], heading: str = "Valid here") -> str
 def nearest_file(path: Path, suffixes: Set[str]) -> str:
     """Suggestion for an error message: the files next to a path that does not exist.
 
-    Args:
-        path: the path.
-        suffixes: suffixes of the files to suggest, such as `.yaml`.
+    `suffixes` are those of the files to suggest, such as `.yaml`.
     """
     if not path.parent.is_dir():
         return f"neither does its folder {str(path.parent)!r}"
@@ -229,8 +220,7 @@ def nearest_file(path: Path, suffixes: Set[str]) -> str:
 def require_threads(count: int) -> None:
     """Check that this user can start threads, without which libraries abort the process or wait forever.
 
-    Args:
-        count: how many more, processes included.
+    `count` is the number of further ones, processes included.
 
     Raises:
         UserError: if fewer can be started.

@@ -32,10 +32,7 @@ class HubError(ValueError):
 def check_source(text: str, key: str, kind: str = MODEL) -> Path | None:
     """Check that a text is a local folder, or the name of a repository that is in the cache or on the hub.
 
-    Args:
-        text: value of a setting.
-        key: the setting, for the error message.
-        kind: `MODEL` (also for tokenizers) or `DATASET`.
+    `key` is the setting, for the error message; `kind` is `MODEL` (also for tokenizers) or `DATASET`.
 
     Returns:
         The folder; None for a name on the hub.

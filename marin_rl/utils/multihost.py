@@ -144,9 +144,8 @@ def any_process(flag: bool) -> bool:
 def require_equal(values: Mapping[str, bytes], name: str) -> None:
     """Check with one all-gather that named values are equal in all processes.
 
-    Args:
-        values: values by name, with the same names in all processes; compared by a 128-bit digest.
-        name: name of the values in the error message.
+    All processes have the same names; values are compared by a 128-bit digest. `name` is that of the values, for the
+    message.
 
     Raises:
         ProcessesDifferError: in every process; names the processes and values that differ from the main process.

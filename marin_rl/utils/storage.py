@@ -51,9 +51,7 @@ StoragePath = Path | RemotePath
 def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
     """Convert an `OSError` on writing to a `RunDirectoryError`.
 
-    Args:
-        path: the file or folder that is written.
-        setting: the setting of the path, for the remedy.
+    `setting` is that of the path, for the remedy.
 
     Raises:
         RunDirectoryError: if an `OSError` is raised; the message names the path, the reason and the remedy.
@@ -77,9 +75,7 @@ def writing(path: StoragePath, setting: str = "run_dir") -> Iterator[None]:
 def storage_path(text: str, key: str = "path") -> StoragePath:
     """Return the path of a run's files.
 
-    Args:
-        text: a local path, or an address such as `gs://bucket/run`.
-        key: key of the setting, for the error message.
+    `text` is a local path, or an address such as `gs://bucket/run`; `key` is the setting, for the error message.
 
     Raises:
         ValueError: if no path can be that text, the address holds a password or has no bucket, or its protocol is
@@ -116,9 +112,7 @@ def storage_path(text: str, key: str = "path") -> StoragePath:
 def refuse_credentials(address: str, key: str) -> None:
     """Refuse an address with a password, which would be written to logs and configs.
 
-    Args:
-        address: such as `s3://key:secret@bucket/run`.
-        key: key of the setting, for the error message.
+    An example is `s3://key:secret@bucket/run`; `key` is the setting, for the error message.
 
     Raises:
         ValueError: if it has a password; the message does not contain it.
@@ -134,9 +128,7 @@ def refuse_credentials(address: str, key: str) -> None:
 def user_path(text: str, key: str) -> Path:
     """Return the local path of a user's text; `~` is a home folder.
 
-    Args:
-        text: the path.
-        key: key of the setting, for the error message.
+    `key` is the setting, for the error message.
 
     Raises:
         ValueError: if no path can be that text; the message names the key.
@@ -164,9 +156,6 @@ def user_path(text: str, key: str) -> Path:
 def user_cache(kind: str) -> Path:
     """Return the folder for one kind of files that runs of the user share, such as compiled programs.
 
-    Args:
-        kind: name of the folder.
-
     Raises:
         ValueError: if the user has no home folder.
     """
@@ -192,9 +181,6 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a local file for writing that replaces `path` when the block ends, and is removed if the block raises.
 
     After a crash the file is either the old one or complete. Only one writer per file is allowed.
-
-    Args:
-        path: the file.
 
     Yields:
         The temporary file `.<name>.partial` in the same folder.
@@ -346,10 +332,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack")
 def local_copy(folder: RemotePath, cache: Path, omitted: Sequence[str] = ()) -> Path:
     """Download a folder, unless its current version is in the cache.
 
-    Args:
-        folder: the folder.
-        cache: local folder of copies; unused copies are not deleted.
-        omitted: patterns of names of files that are not copied.
+    Unused copies in the cache are not deleted; files whose names match a pattern of `omitted` are not copied.
 
     Returns:
         The local folder.
@@ -414,9 +397,6 @@ def path_digest(path: StoragePath) -> str:
 
     That of a folder is the checksum of the lines that `sha256sum` prints for its files, in the order of their names:
     `find -L . -type f -printf '%P\0' | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum`.
-
-    Args:
-        path: the file or folder.
 
     Raises:
         FileNotFoundError: if it does not exist, or is a folder without files.

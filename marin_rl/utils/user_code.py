@@ -59,11 +59,8 @@ def load_from_file(path: str, name: str) -> Any:
     """Return an object that a Python file defines at its top level.
 
     The file is imported once per process, as a module of a package for its folder: `from .helpers import x` imports a
-    file in the same folder, and files with equal names in different folders are separate modules.
-
-    Args:
-        path: path of the file, relative to the working directory.
-        name: name of a class, function or value at its top level.
+    file in the same folder, and files with equal names in different folders are separate modules. `path` is relative to
+    the working directory.
 
     Raises:
         UserFileError: if the file is missing, its import raises, or it does not define the name.
@@ -78,10 +75,7 @@ def load_from_file(path: str, name: str) -> Any:
 def load_function(path: str, name: str, expected: str) -> Callable[..., Any]:
     """Return a function that a Python file defines at its top level; see `load_from_file`.
 
-    Args:
-        path: path of the file, relative to the working directory.
-        name: name of the function.
-        expected: words for the function after "it must be ", for the error message.
+    `expected` are words for the function after "it must be ", for the error message.
 
     Raises:
         UserFileError: as for `load_from_file`, or if the object cannot be called.
@@ -97,9 +91,6 @@ def imported_files(path: Path) -> list[Path]:
 
     Absolute imports are those of modules in the folder of the file that imports them or in the working directory;
     installed packages are omitted. Nothing is executed.
-
-    Args:
-        path: the file.
     """
     found: dict[Path, None] = {path: None}
     waiting = [path]
@@ -150,9 +141,6 @@ def is_module_name(text: str) -> bool:
 def import_module(name: str) -> types.ModuleType:
     """Import a module of an installed package, or of the working directory.
 
-    Args:
-        name: its dotted name.
-
     Raises:
         UserFileError: if there is no such module, or its import raises.
     """
@@ -179,8 +167,7 @@ def import_module(name: str) -> types.ModuleType:
 def import_file(path: str) -> types.ModuleType:
     """Import a Python file once per process; see `load_from_file`.
 
-    Args:
-        path: path of the file, relative to the working directory.
+    `path` is relative to the working directory.
 
     Raises:
         UserFileError: if it is missing or not a Python file, or its import raises; the message names the line.

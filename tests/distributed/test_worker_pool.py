@@ -16,7 +16,7 @@ from marin_rl.distributed import worker_pool
 from marin_rl.distributed.coordinator import TrainerUpdate
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
-from marin_rl.distributed.weights.publish import TrainingHost
+from marin_rl.distributed.weight_sender import TrainingHost
 from marin_rl.distributed.worker_pool import NoWorkersError, WorkerFailedError, WorkerPool
 from marin_rl.rollouts.group_codec import encode_group, join_parts
 from marin_rl.types import RolloutGroup, Task, WeightVersion

@@ -14,7 +14,7 @@ from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.row_format import RowFormat
 from marin_rl.rewards.grading import ExactConfig, MathGraderConfig
-from marin_rl.rewards.math.worker import GroundTruthError
+from marin_rl.rewards.grading_process import GroundTruthError
 from tests.one_reply import answer
 
 SAMPLE = Path(__file__).parents[2] / "experiments" / "data" / "arithmetic_words.jsonl"

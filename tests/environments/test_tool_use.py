@@ -18,11 +18,11 @@ from marin_rl.environments.tools import CalculatorConfig, PythonConfig, ToolConf
 from marin_rl.environments.verifiers import VerifiersConfig
 from marin_rl.rewards.reply_text import parse_reply
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.sandbox.functions import RewardCallError
 from marin_rl.rewards.sandbox.pool import IsolationError, PythonResult, Sandbox
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from marin_rl.types import Task
+from marin_rl.types import RewardFailure, Task
 from marin_rl.utils.settings.decode import decode
 
 QUESTIONS = ArithmeticConfig(size=200)

@@ -29,8 +29,9 @@ from marin_rl.environments.tools import (
     tool_schema,
 )
 from marin_rl.rewards.reply_text import parse_reply
-from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.sandbox.functions import RewardCallError
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
+from marin_rl.types import RewardFailure
 from marin_rl.utils.user_code import UserFileError
 
 SCHEMA = {

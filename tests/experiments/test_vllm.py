@@ -36,7 +36,8 @@ from experiments.reload_vllm import ADAPTER, HEAD_FILE, reload
 from experiments.reload_vllm import main as write_start
 from marin_rl.export import main as export
 from marin_rl.rewards.judge import LlmJudge, LlmJudgeConfig
-from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import RewardCallError, RewardRequest
+from marin_rl.types import RewardFailure
 from tests.distributed.thread_workers import thread_workers
 from tests.free_port import free_port
 from tests.tiny_run import TinyRun, make_run

@@ -119,7 +119,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.batching.packing import RowLayout
     from marin_rl.batching.rl_example import OwnRows, PackedBatch, pack_batch
     from marin_rl.config.workers_config import WeightTransferConfig
-    from marin_rl.distributed.weights.publish import TrainingHost, open_sender
+    from marin_rl.distributed.weight_sender import TrainingHost, open_sender
     from marin_rl.learner import hf_export
     from marin_rl.learner.hf_export import DeviceWeights, write_weights
     from marin_rl.learner.scoring import Scorer

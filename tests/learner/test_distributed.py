@@ -22,8 +22,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from marin_rl.config.workers_config import WeightTransferConfig
-from marin_rl.distributed.weights.arrow_flight import FlightSource
-from marin_rl.distributed.weights.fetch import open_receiver
+from marin_rl.distributed.weight_receiver import open_receiver
+from marin_rl.distributed.weight_server import FlightSource
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import open_checkpoint
 from tests.cpu_host import cpu_host

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.objectives import AdvantageConfig, dr_grpo_advantages, grpo_advantages
-from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, anchor_of, step_advantages
+from marin_rl.objectives.gigpo import GigpoConfig, GigpoNormalization, step_advantages
 from tests.objectives.advantage_cases import advantages, batches, make_inputs, shuffled, to_inputs
 
 EXAMPLE = [
@@ -221,28 +221,6 @@ def test_compute_does_not_modify_its_inputs():
     group = [make_inputs(2.0, [0.5, 0.0], unrewarded=[1]), make_inputs(0.0, [0.0, 0.0])]
     GigpoConfig(default_step_reward=3.0).compute([group])
     assert group[0].turn_rewards.tolist() == [0.5, 0.0]
-
-
-class TestAnchors:
-    def test_anchor_does_not_depend_on_key_order(self):
-        assert anchor_of({"a": 1, "b": {"c": [1, 2], "d": None}}) == anchor_of({"b": {"d": None, "c": [1, 2]}, "a": 1})
-        assert anchor_of(({"role": "user", "content": "é"},)) == anchor_of([{"content": "é", "role": "user"}])
-
-    @pytest.mark.parametrize(
-        ("one", "other"), [("a", "b"), (1, "1"), (["ab"], ["a", "b"]), ([1, 2], [2, 1]), ({}, []), (None, "null")]
-    )
-    def test_different_observations_have_different_anchors(self, one, other):
-        assert anchor_of(one) != anchor_of(other)
-
-    def test_anchor_is_stable_across_processes(self):
-        # printf '{"a":[1,2]}' | sha256sum
-        expected = "01530d164d479cf08e26d3b1ad9bdba927120d97e2d057a6d792db778780d720"
-        assert anchor_of({"a": [1, 2]}) == expected
-
-    @pytest.mark.parametrize("observation", [object(), {1, 2}, {"x": math.nan}, {1: "a", "b": 2}])
-    def test_non_json_observations_raise_an_error(self, observation):
-        with pytest.raises(TypeError, match="has no canonical JSON"):
-            anchor_of(observation)
 
 
 def test_config():

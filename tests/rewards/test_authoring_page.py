@@ -27,10 +27,10 @@ from marin_rl.rewards.pipeline import (
     weighted_rewards,
 )
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.functions import RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import RewardResult
+from marin_rl.types import RewardFailure, RewardResult
 from marin_rl.utils.settings.decode import decode
 
 ROOT = Path(__file__).parents[2]

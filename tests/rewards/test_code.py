@@ -24,10 +24,10 @@ from marin_rl.rewards.code import (
 )
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import PythonResult, Sandbox
-from marin_rl.types import Task
+from marin_rl.types import RewardFailure, Task
 
 PASSED, WRONG, UNANSWERED = ProgramOutcome
 ADDS = CodeTests(

@@ -10,7 +10,7 @@ from marin_rl.rewards.grading import (
     GraderConfig,
     MathGraderConfig,
 )
-from marin_rl.rewards.math.worker import GroundTruthError
+from marin_rl.rewards.grading_process import GroundTruthError
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError
 

@@ -18,8 +18,8 @@ import pytest
 from marin_rl.rewards.component import RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.judge import JudgeCriterion, LlmJudge, LlmJudgeConfig, shown_order
 from marin_rl.rewards.pipeline import score_rollouts
-from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
-from marin_rl.types import RewardResult
+from marin_rl.rewards.sandbox.functions import RewardCallError
+from marin_rl.types import RewardFailure, RewardResult
 from marin_rl.utils.http_client import response_limit
 from marin_rl.utils.settings.decode import decode, encode
 from marin_rl.utils.settings.section_types import ConfigError

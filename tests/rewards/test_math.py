@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marin_rl.rewards.grading import MathGraderConfig
-from marin_rl.rewards.grading_process import NoAnswerError
-from marin_rl.rewards.math.worker import GroundTruthError, math_match, parse_answer
+from marin_rl.rewards.grading_process import GroundTruthError, NoAnswerError
+from marin_rl.rewards.math.worker import math_match, parse_answer
 
 
 def read_cases() -> dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]]:

@@ -18,15 +18,15 @@ from marin_rl.rewards.pipeline import (
     StepIndexError,
     align_steps,
     build_components,
-    evaluation_metrics,
     failure,
     score_rollouts,
     turn_rewards,
     weighted_rewards,
 )
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest, StepOutput
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest, StepOutput
 from marin_rl.rewards.sandbox.pool import Sandbox
-from marin_rl.types import Message, RewardResult, TurnReward
+from marin_rl.rollouts.metrics import reward_metrics
+from marin_rl.types import Message, RewardFailure, RewardResult, TurnReward
 
 
 class Scripted:
@@ -108,7 +108,7 @@ def test_failed_score_fails_only_its_rollout(request_of, answer, cause, said):
     assert said in str(bad.error)
     assert failure([good, bad]) == f"reward 'bad': {bad.error}"
     assert bad.failure == cause.value
-    assert evaluation_metrics([good, bad, bad]) == {
+    assert reward_metrics([good, bad, bad]) == {
         "rewards/good/score": 1.0,
         f"rewards/bad/failed_{cause.value}": 2.0,
     }
@@ -194,8 +194,7 @@ CORRECT = RewardResult(
     "correct",
     weight=2.0,
     score=1.0,
-    steps=(TurnReward(0, 0.5, metrics={"moves": 1.0}), TurnReward(2, 0.0, metrics={"moves": 4.0})),
-    metrics={"length": 3.0, "score": 99.0, "failed_timeout": 99.0},
+    steps=(TurnReward(0, 0.5), TurnReward(2, 0.0)),
 )
 SHORT = RewardResult("short", weight=-0.5, score=0.5, steps=(TurnReward(2, 4.0),))
 LOST = RewardResult("judge", weight=1.0, score=None, error="no answer", failure="timeout")
@@ -210,18 +209,6 @@ def test_rewards_are_weighted():
     assert failure([CORRECT, LOST]) == "reward 'judge': no answer"
     with pytest.raises(ValueError, match="'judge': no answer"):
         weighted_rewards([CORRECT, LOST])
-
-
-def test_metrics_are_means_over_rollouts_and_steps():
-    other = RewardResult("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
-    lost = RewardResult("correct", weight=2.0, score=None, error="no answer", failure="timeout")
-    assert evaluation_metrics([CORRECT, other, LOST, lost]) == {
-        "rewards/correct/score": 0.5,
-        "rewards/correct/length": 4.5,
-        "rewards/correct/moves": 2.5,
-        "rewards/correct/failed_timeout": 1.0,
-        "rewards/judge/failed_timeout": 1.0,
-    }
 
 
 LIST_TYPES = """

@@ -1,10 +1,13 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import math
+
+import pytest
 
 from marin_rl.environments import Split, TextGameConfig
 from marin_rl.environments.games import View
-from marin_rl.rollouts.attempt import Limits, state_hash
+from marin_rl.rollouts.attempt import Limits, anchor_of, state_hash
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner, run_groups
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
@@ -36,3 +39,27 @@ def test_default_hashes_are_equal_only_for_equal_states():
     assert state_hash((message,), None) == state_hash((message,), None)
     assert state_hash((message,), None) != state_hash((message, message), None)
     assert state_hash((message,), {"x": 1}) == state_hash((), {"x": 1})
+
+
+def test_anchor_does_not_depend_on_key_order():
+    assert anchor_of({"a": 1, "b": {"c": [1, 2], "d": None}}) == anchor_of({"b": {"d": None, "c": [1, 2]}, "a": 1})
+    assert anchor_of(({"role": "user", "content": "é"},)) == anchor_of([{"content": "é", "role": "user"}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("a", "b"), (1, "1"), (["ab"], ["a", "b"]), ([1, 2], [2, 1]), ({}, []), (None, "null")]
+)
+def test_different_observations_have_different_anchors(one, other):
+    assert anchor_of(one) != anchor_of(other)
+
+
+def test_anchor_is_stable_across_processes():
+    # printf '{"a":[1,2]}' | sha256sum
+    expected = "01530d164d479cf08e26d3b1ad9bdba927120d97e2d057a6d792db778780d720"
+    assert anchor_of({"a": [1, 2]}) == expected
+
+
+@pytest.mark.parametrize("observation", [object(), {1, 2}, {"x": math.nan}, {1: "a", "b": 2}])
+def test_non_json_observations_raise_an_error(observation):
+    with pytest.raises(TypeError, match="has no canonical JSON"):
+        anchor_of(observation)

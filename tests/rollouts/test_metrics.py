@@ -13,10 +13,21 @@ from marin_rl.rollouts.metrics import (
     FailureReports,
     environment_metrics,
     is_correct,
+    reward_metrics,
     rollout_metrics,
     staleness_metrics,
 )
-from marin_rl.types import Generation, RewardResult, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn
+from marin_rl.types import (
+    Generation,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    StopReason,
+    Task,
+    Turn,
+    TurnReward,
+)
 from tests.environments.fake_environments import Cards
 from tests.environments.fake_environments import group as group_of
 from tests.environments.fake_environments import rollout as rollout_of
@@ -233,3 +244,19 @@ def test_a_known_kind_is_reported_again_when_most_rollouts_fail():
         "step 0: 2 of 11 rollouts failed and are not trained on",
         "step 2: 2 of 3 rollouts failed and are not trained on",
     ]
+
+
+def test_metrics_are_means_over_rollouts_and_steps():
+    steps = (TurnReward(0, 0.5, metrics={"moves": 1.0}), TurnReward(2, 0.0, metrics={"moves": 4.0}))
+    reserved = {"length": 3.0, "score": 99.0, "failed_timeout": 99.0}
+    correct = RewardResult("correct", weight=2.0, score=1.0, steps=steps, metrics=reserved)
+    judge = RewardResult("judge", weight=1.0, score=None, error="no answer", failure="timeout")
+    other = RewardResult("correct", weight=2.0, score=0.0, metrics={"length": 6.0})
+    lost = RewardResult("correct", weight=2.0, score=None, error="no answer", failure="timeout")
+    assert reward_metrics([correct, other, judge, lost]) == {
+        "rewards/correct/score": 0.5,
+        "rewards/correct/length": 4.5,
+        "rewards/correct/moves": 2.5,
+        "rewards/correct/failed_timeout": 1.0,
+        "rewards/judge/failed_timeout": 1.0,
+    }

@@ -16,12 +16,12 @@ import pytest
 from marin_rl.environments.base import Step
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardScope
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import Sandbox
 from marin_rl.rollouts.reward_functions import RewardFunctions
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.types import RolloutStatus
+from marin_rl.types import RewardFailure, RolloutStatus
 from marin_rl.utils.event_loop import BackgroundLoop
 from tests.rollouts.test_rollout_builder import built
 from tests.rollouts.test_run_rollouts import Countdown, Game, run, runner, says, task

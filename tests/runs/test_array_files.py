@@ -121,9 +121,9 @@ def test_shards_of_several_processes_are_assembled(folder: StoragePath, mesh: Me
     array = np.arange(24, dtype=np.float32).reshape(4, 6)
     described = SavedArray("float32", (4, 6), (2, 2), f"{STATE}/a")
     written: dict[str, FileDigest] = {}
-    for columns in (slice(0, 2), slice(2, 6)):
+    for columns in ((0, 2), (2, 6)):
         assert len(saved({"['a']": described}, written, folder).missing_files()) == 6 - len(written)
-        shards = [((rows, columns), array[rows, columns]) for rows in (slice(0, 2), slice(2, 4))]
+        shards = [((rows, columns), array[slice(*rows), slice(*columns)]) for rows in ((0, 2), (2, 4))]
         written |= write_arrays(folder, {"['a']": (described, shards)})
     arrays = saved({"['a']": described}, written, folder).open_arrays()
     like = {"a": jax.ShapeDtypeStruct((4, 6), jnp.float32)}

@@ -15,6 +15,7 @@ from marin_rl.runs.run_directory import (
     check_output,
     create_or_open,
     exported_step,
+    mistaken_for,
     open_existing,
     write_atomically,
 )
@@ -35,6 +36,13 @@ def test_the_config_of_a_run_with_results_stays(tmp_path):
     begin(tmp_path)
     create_or_open(tmp_path, CONFIG.replace("seed: 1", "seed: 2"))
     assert (tmp_path / "config.yaml").read_text() == CONFIG
+
+
+def test_a_folder_with_a_config_is_a_run_if_it_has_results(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    assert mistaken_for(tmp_path / "model") is None
+    RunDirectory(tmp_path).metrics.touch()
+    assert mistaken_for(tmp_path / "model") == f"it is a part of a run; give --run {str(tmp_path)!r}"
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"step": "x"}', "\x00"])

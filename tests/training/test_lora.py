@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from marin_rl.distributed.coordinator import Announcement
-from marin_rl.distributed.weights.publish import WeightSender
+from marin_rl.distributed.weight_sender import WeightSender
 from marin_rl.learner.base_weights import OtherBaseError
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.sessions.replay import replay_step

@@ -19,13 +19,13 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Announcement
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber, oldest_version
-from marin_rl.distributed.weights.manifest import (
+from marin_rl.distributed.weight_manifest import (
     MismatchedWeightsError,
     VersionGoneError,
     WeightServerLostError,
     WrongSecretError,
 )
-from marin_rl.distributed.weights.publish import TrainingHost, open_sender
+from marin_rl.distributed.weight_sender import TrainingHost, open_sender
 from marin_rl.environments.base import Split
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.rollouts.request_batcher import RequestBatcher

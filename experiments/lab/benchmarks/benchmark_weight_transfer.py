@@ -52,15 +52,15 @@ from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
-from marin_rl.distributed.weights.arrow_flight import make_secret
-from marin_rl.distributed.weights.fetch import open_receiver
-from marin_rl.distributed.weights.publish import TrainingHost, open_sender
+from marin_rl.distributed.weight_receiver import open_receiver
+from marin_rl.distributed.weight_sender import TrainingHost, open_sender
+from marin_rl.distributed.weight_server import make_secret
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Learner
 from marin_rl.parts.rl import RunParts
 from marin_rl.training.worker import RolloutWorker, WorkerPolicy
-from marin_rl.utils.devices.arrays import named_leaves
+from marin_rl.utils.devices.arrays import numeric_arrays
 from marin_rl.utils.devices.setup import start_devices
 
 ARRAYS, COLUMNS = 16, 1024
@@ -204,7 +204,7 @@ def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: WeightT
     trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device, alone=True)
     vocab_size = config.tokenizer.build().vocab_size
     like = PolicySpec(config.model, vocab_size, trainer).policy
-    shapes = {name: leaf.shape for name, leaf in named_leaves(like).items()}
+    shapes = {name: leaf.shape for name, leaf in numeric_arrays(like).items()}
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     with (
         coordinator(config.workers.heartbeat_timeout) as client,

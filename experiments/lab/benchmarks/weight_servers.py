@@ -15,9 +15,10 @@ import threading
 
 import numpy as np
 
-from marin_rl.distributed.weights.arrow_flight import WeightServer
-from marin_rl.distributed.weights.manifest import ArrayPiece, Manifest, Snapshot, volume, whole
-from marin_rl.distributed.weights.publish import CHUNK_BYTES
+from marin_rl.distributed.weight_manifest import ArrayPiece, Manifest, Snapshot
+from marin_rl.distributed.weight_sender import CHUNK_BYTES
+from marin_rl.distributed.weight_server import WeightServer
+from marin_rl.utils.devices.boxes import volume, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Share:
     hosts: int
     """Number of training hosts."""
     shapes: dict[str, tuple[int, ...]]
-    """Shape of each float32 array by name. All but scalars are split along their first axis."""
+    """Shape of each float32 array by name. The first host has those whose first axis is not divisible."""
 
 
 def make_snapshot(share: Share) -> Snapshot:
@@ -39,11 +40,11 @@ def make_snapshot(share: Share) -> Snapshot:
     noise = np.random.default_rng(share.host)
     pieces, data = [], []
     for name, shape in share.shapes.items():
-        bounds = whole(tuple(shape))
-        if shape:
-            first, last = (shape[0] * host // share.hosts for host in (share.host, share.host + 1))
-            bounds = ((first, last), *bounds[1:])
-        if volume(bounds) == 0 or (not shape and share.host > 0):
+        bounds = whole(shape)
+        if shape and shape[0] % share.hosts == 0:
+            rows = shape[0] // share.hosts
+            bounds = ((share.host * rows, (share.host + 1) * rows), *bounds[1:])
+        elif share.host > 0:
             continue
         flat = noise.normal(size=volume(bounds)).astype(np.float32).view(np.uint8)
         pieces.append(ArrayPiece(name, tuple(shape), "float32", bounds))

@@ -10,13 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from marin_rl.rewards.grading_process import GroundTruthError
 from marin_rl.rewards.math.answers import find_answer
 from marin_rl.rewards.math.text import word_set
 from marin_rl.rewards.math.values import Answer, AnyOf, Bracket, Scalar, Value, Words, number
-
-
-class GroundTruthError(ValueError):
-    """An answer is not usable as ground truth; the message names the answer."""
 
 
 def math_match(reply: str, answer: str) -> bool:
@@ -225,10 +222,7 @@ def _is_small(text: str) -> bool:
 
 
 def _equal_expressions(one: str, other: str, is_equation: bool = False) -> bool:
-    """Compare the values of two expressions at several points; expressions of different variables differ.
-
-    The sides of an equation are also equal with a common factor.
-    """
+    """Compare the values of two expressions at several points; sides of an equation may have a common factor."""
     parsed = [_parse(text) for text in (one, other)]
     if any(value is None for value in parsed):
         return False

@@ -9,7 +9,7 @@ import os
 import site
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
@@ -17,6 +17,9 @@ import marin_rl
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation
 from marin_rl.rewards.sandbox.protocol import CallLimits, WorkerSpec
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
+
+if TYPE_CHECKING:
+    from marin_rl.rewards.sandbox.pool import Sandbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,12 @@ class SandboxConfig(ConfigSection):
         for path in self.read_paths:
             if not Path(path).exists():
                 raise ValueError(f"sandbox.read_paths: {path} does not exist; correct or remove it")
+
+    def build(self) -> "Sandbox":
+        """Return a sandbox that is not started."""
+        from marin_rl.rewards.sandbox.pool import Sandbox
+
+        return Sandbox(self)
 
     def limits(self) -> CallLimits:
         """Return the resource limits of one call, in bytes and seconds."""

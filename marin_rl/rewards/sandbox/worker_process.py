@@ -25,12 +25,12 @@ from marin_rl.rewards.sandbox.folders import remove
 from marin_rl.rewards.sandbox.functions import (
     EvaluateResult,
     RewardCallError,
-    RewardFailure,
     RewardFunctionError,
     check_metric_names,
     describe_invalid,
 )
 from marin_rl.rewards.sandbox.protocol import WorkerSpec
+from marin_rl.types import RewardFailure
 
 logger = logging.getLogger(__name__)
 
@@ -275,9 +275,7 @@ _ANSWERS = pydantic.TypeAdapter(list[str])
 def answers_of_calls(text: str, count: int) -> list[str]:
     """Parse the untrusted answers of a process that made several calls.
 
-    Args:
-        text: a JSON list.
-        count: number of calls.
+    `text` is a JSON list of `count` answers.
 
     Returns:
         The untrusted answer of each call that was made, in order.

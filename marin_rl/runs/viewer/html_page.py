@@ -52,9 +52,6 @@ def write_page(data: Mapping[str, Any], target: Path) -> None:
 def render(data: Mapping[str, Any]) -> str:
     """Render the page.
 
-    Args:
-        data: content of the page.
-
     Returns:
         The HTML text.
     """
@@ -267,8 +264,7 @@ _OF_TURN = (
 def rollout_data(row: Row) -> dict[str, Any]:
     """Return a rollout as plain values, its texts escaped.
 
-    Args:
-        row: all columns, and `unequal`: whether its group has different rewards.
+    `row` has all columns, and `unequal`: whether its group has different rewards.
     """
     summary = summarize(row)
     return {

@@ -5,48 +5,80 @@
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax import NamedArray
+
+from marin_rl.utils.devices.boxes import Array
 
 T = TypeVar("T")
-Array = jax.Array | np.ndarray
 
 
-def named_leaves(tree: object) -> dict[str, Any]:
-    """Return the arrays and `jax.ShapeDtypeStruct`s of a tree by key path; other leaves are skipped.
+def named_arrays(tree: object) -> dict[str, Any]:
+    """Return the leaves of a tree by path, for named arrays the arrays; all are arrays, or their shapes.
 
-    >>> named_leaves({"bias": np.zeros(2), "activation": "relu"})
+    >>> named_arrays({"bias": np.zeros(2)})
     {"['bias']": array([0., 0.])}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named)
+    return {jax.tree_util.keystr(path): leaf.array if is_named(leaf) else leaf for path, leaf in leaves}
+
+
+def numeric_arrays(tree: object) -> dict[str, Any]:
+    """Return the arrays of a tree, or their shapes, by path; other leaves are skipped.
 
     Raises:
         ValueError: if an array does not hold plain numbers (typed random keys, text, a foreign byte order).
     """
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            name, dtype = jax.tree_util.keystr(path), leaf.dtype
-            is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
-            if not (is_number and dtype.isnative):
-                raise ValueError(
-                    f"{name} has dtype {dtype}; only plain numbers can be transferred: remove it from the tree"
-                )
-            leaves[name] = leaf
-    return leaves
+    leaves = named_arrays(tree).items()
+    arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)}
+    for name, array in arrays.items():
+        is_number = jnp.issubdtype(array.dtype, np.number) or jnp.issubdtype(array.dtype, np.bool_)
+        if not (is_number and array.dtype.isnative):
+            raise ValueError(
+                f"{name} has dtype {array.dtype}; only plain numbers can be transferred: remove it from the tree"
+            )
+    return arrays
 
 
-def replace_leaves(tree: T, arrays: Mapping[str, jax.Array | np.ndarray]) -> T:
-    """Return a tree with its arrays replaced.
+def describe(array: Any) -> str:
+    """Return the dtype and shape of an array, of its shapes, or of a record with both.
 
-    There is one array for each name of `named_leaves(tree)`; other leaves are kept.
+    >>> describe(np.zeros((2, 3), np.float32))
+    'float32[2, 3]'
     """
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def first_difference(found: Mapping[str, str], expected: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Compare descriptions of arrays by path.
+
+    Returns:
+        The path of the first array that differs, with its description in each, or "absent"; None if none differs.
+    """
+    for name in (*found, *expected):
+        both = found.get(name, "absent"), expected.get(name, "absent")
+        if both[0] != both[1]:
+            return name, *both
+    return None
+
+
+def replace_arrays(tree: T, arrays: Mapping[str, Array]) -> T:
+    """Return a tree with other arrays, given by path as in `named_arrays`; other leaves are kept."""
 
     def replace(path: Any, leaf: Any) -> Any:
-        return arrays.get(jax.tree_util.keystr(path), leaf)
+        array = arrays.get(jax.tree_util.keystr(path))
+        return leaf if array is None else NamedArray(cast(Any, array), leaf.axes) if is_named(leaf) else array
 
-    return jax.tree_util.tree_map_with_path(replace, tree)
+    return jax.tree_util.tree_map_with_path(replace, tree, is_leaf=is_named)
+
+
+def is_named(leaf: object) -> bool:
+    """Return whether a node of a tree is a named array."""
+    return isinstance(leaf, NamedArray)
 
 
 def copy_arrays(arrays: Mapping[str, Array], dtype: str | None) -> dict[str, Array]:

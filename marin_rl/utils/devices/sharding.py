@@ -54,10 +54,8 @@ class ShardingError(ValueError):
 def check_sharding(policy: "LmHeadModel", mesh: Mapping[str, int], mappings: Sequence["ResourceMapping"]) -> None:
     """Check that every axis of the parameters is divisible by the mesh axes that shard it.
 
-    Args:
-        policy: shapes of the parameters.
-        mesh: sizes of the mesh axes.
-        mappings: mesh axes of the model's axes, for parameters and for computation.
+    `policy` has the shapes of the parameters, `mesh` the sizes of the mesh axes, and `mappings` the mesh axes of the
+    axes of the model, for parameters and for computation.
 
     Raises:
         ShardingError: if one is not; names the sizes that divide it.

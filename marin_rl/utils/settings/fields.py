@@ -90,9 +90,7 @@ def is_within(key: str, keys: Iterable[str]) -> bool:
 def nested_sections(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of all sections of a config, the config included.
 
-    Args:
-        value: the config, or a value in it.
-        key: key of the value; empty for the config.
+    `key` is that of the value; empty for the config.
     """
     parts: Any = ()
     if isinstance(value, Mapping):
@@ -183,10 +181,6 @@ def _is_file(text: str) -> bool:
 
 def local_path(value: str, key: str) -> Path:
     """Validate that a user's path is on a mounted file system.
-
-    Args:
-        value: the path.
-        key: key of the setting, for the error message.
 
     Raises:
         ValueError: if the value is an address such as `gs://bucket/data`, which `pathlib` would read as a folder `gs:`,

@@ -35,10 +35,7 @@ def to_yaml(config: Any) -> str:
 def from_yaml(config_class: type[ConfigT], text: str, source: str) -> ConfigT:
     """Restore a config from the YAML of `to_yaml`.
 
-    Args:
-        config_class: dataclass of the config.
-        text: YAML text.
-        source: name of the text's source, for error messages.
+    `source` names the text in error messages.
 
     Returns:
         The validated config.
@@ -94,9 +91,7 @@ def _example_in(folder: Path) -> str:
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Parse YAML text that contains a mapping; empty text is an empty mapping.
 
-    Args:
-        text: YAML text.
-        source: name of the text's source, for error messages.
+    `source` names the text in error messages.
 
     Raises:
         ConfigError: if the text is not valid YAML, repeats a key, or does not contain a mapping.

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.isolation import OLDEST_LANDLOCK, Isolation, landlock_version
 from marin_rl.rewards.sandbox.pool import Sandbox, UserFunction
 from marin_rl.rewards.sandbox.processes import list_descendants
+from marin_rl.types import RewardFailure
 
 HOSTILE = str(Path(__file__).with_name("hostile_rewards.py"))
 REQUEST = RewardRequest(

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from marin_rl.rewards.sandbox import pool
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure, RewardRequest
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import UserFunction
+from marin_rl.types import RewardFailure
 from tests.rewards.sandbox.conftest import CONFINED_LEVELS, LEVELS, REQUEST, TIGHT, Attack, Attacks
 from tests.rewards.sandbox.stateful_rewards import ACTIONS
 

@@ -20,9 +20,10 @@ import pytest
 
 from marin_rl.rewards.sandbox import pool
 from marin_rl.rewards.sandbox.config import SandboxConfig
-from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.sandbox.functions import RewardCallError
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.processes import list_descendants
+from marin_rl.types import RewardFailure
 from tests.rewards.sandbox.conftest import (
     HOSTILE,
     LENIENT,

@@ -17,11 +17,12 @@ import pytest
 from marin_rl.rewards.code import CodeRewardConfig
 from marin_rl.rewards.component import RewardConfigError
 from marin_rl.rewards.sandbox.config import PACKAGE_ROOT, SandboxConfig
-from marin_rl.rewards.sandbox.functions import RewardCallError, RewardFailure
+from marin_rl.rewards.sandbox.functions import RewardCallError
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.pool import IsolationError, Sandbox, UserFunction
 from marin_rl.rewards.sandbox.processes import list_descendants
 from marin_rl.rewards.sandbox.worker_process import WorkerProcess
+from marin_rl.types import RewardFailure
 from marin_rl.utils.user_code import UserFileError
 from tests.rewards.sandbox.conftest import (
     CONFINED_LEVELS,

@@ -16,7 +16,7 @@ import pytest
 
 from marin_rl.rewards.sandbox import worker_process
 from marin_rl.rewards.sandbox.config import SandboxConfig, worker_spec
-from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardFailure
+from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError
 from marin_rl.rewards.sandbox.isolation import Isolation
 from marin_rl.rewards.sandbox.worker_process import (
     WorkerLostError,
@@ -25,6 +25,7 @@ from marin_rl.rewards.sandbox.worker_process import (
     failure_of,
     validated,
 )
+from marin_rl.types import RewardFailure
 
 CONFIG = SandboxConfig()
 SPEC = worker_spec(None, CONFIG, Isolation.NONE, landlock=0)

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_arrow_flight.py: serves weights that equal their version until it is killed; prints its port.
+"""Run by test_weight_server.py: serves weights that equal their version until it is killed; prints its port.
 
 With `gated`, it sends only the first chunk of each stream.
 """
@@ -13,8 +13,8 @@ import threading
 def main(secret: str, port: str, version: str, gate: str) -> None:
     import numpy as np
 
-    from marin_rl.distributed.weights.arrow_flight import WeightServer
-    from marin_rl.distributed.weights.publish import take_snapshot
+    from marin_rl.distributed.weight_sender import take_snapshot
+    from marin_rl.distributed.weight_server import WeightServer
 
     class GatedServer(WeightServer):
         def send_chunks(self, version, chunks):

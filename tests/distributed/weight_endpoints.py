@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import pyarrow.flight as flight
 
-from marin_rl.distributed.weights.arrow_flight import TLS_NAME, FlightSource, WeightServer, make_secret, tls_identity
-from marin_rl.distributed.weights.fetch import WeightReceiver
-from marin_rl.distributed.weights.manifest import Chunk, Manifest, Snapshot
-from marin_rl.distributed.weights.publish import WeightSender, take_snapshot
+from marin_rl.distributed.weight_manifest import Chunk, Manifest, Snapshot
+from marin_rl.distributed.weight_receiver import WeightReceiver
+from marin_rl.distributed.weight_sender import WeightSender, take_snapshot
+from marin_rl.distributed.weight_server import TLS_NAME, FlightSource, WeightServer, make_secret, tls_identity
 from marin_rl.types import WeightVersion
-from marin_rl.utils.devices.arrays import named_leaves
+from marin_rl.utils.devices.arrays import numeric_arrays
 from marin_rl.utils.retry import Clock, RetryConfig
 
 SECRET = make_secret()
@@ -36,7 +36,7 @@ def closing(sender: WeightSender) -> Iterator[WeightSender]:
 
 def snapshot_of(tree: object, version: WeightVersion, chunk_bytes: int = 1024) -> Snapshot:
     """Return the snapshot of a single training host."""
-    return take_snapshot(named_leaves(tree), version, frozenset(jax.devices()), chunk_bytes)
+    return take_snapshot(numeric_arrays(tree), version, frozenset(jax.devices()), chunk_bytes)
 
 
 def split(snapshot: Snapshot, hosts: int) -> list[Snapshot]:

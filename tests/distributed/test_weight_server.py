@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 
 import marin_rl
 from marin_rl.config.workers_config import WeightTransferConfig
-from marin_rl.distributed.weights.arrow_flight import FlightSource, WeightServer, make_secret, tls_identity
-from marin_rl.distributed.weights.manifest import (
+from marin_rl.distributed.weight_manifest import (
     Chunk,
     CorruptTransferError,
     VersionGoneError,
     WeightServerLostError,
     WrongSecretError,
 )
-from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender
+from marin_rl.distributed.weight_sender import TrainingHost, WeightSender, open_sender
+from marin_rl.distributed.weight_server import FlightSource, WeightServer, make_secret, tls_identity
 from marin_rl.utils.retry import RetryConfig
-from tests.distributed.weights.endpoints import (
+from tests.distributed.weight_endpoints import (
     SECRET,
     HookedSource,
     assert_same,

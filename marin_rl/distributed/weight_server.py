@@ -27,7 +27,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from marin_rl.distributed.weights.manifest import (
+from marin_rl.distributed.weight_manifest import (
     Chunk,
     CorruptTransferError,
     Manifest,

@@ -4,16 +4,17 @@
 """Sender of weights: snapshots of the learner's arrays in host memory, published from a background thread."""
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 import jax
 import numpy as np
 
 from marin_rl.config.workers_config import WeightTransferConfig
-from marin_rl.distributed.weights.arrow_flight import WeightServer
-from marin_rl.distributed.weights.manifest import ArrayPiece, Bounds, Manifest, Snapshot, bounds_of, whole
+from marin_rl.distributed.weight_manifest import ArrayPiece, Manifest, Snapshot
+from marin_rl.distributed.weight_server import WeightServer
 from marin_rl.types import WeightVersion
-from marin_rl.utils.devices.arrays import Array, copy_arrays, named_leaves
+from marin_rl.utils.devices.arrays import copy_arrays, numeric_arrays
+from marin_rl.utils.devices.boxes import Array, own_shards, start_copies
 from marin_rl.utils.event_loop import BackgroundJob
 
 CHUNK_BYTES = 4 * 2**20
@@ -48,21 +49,10 @@ def take_snapshot(
     while arrays:
         name = next(iter(arrays))
         array = arrays.pop(name)
-        for bounds, part in _own_parts(array, devices):
-            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        for bounds, part in own_shards(array, devices):
             pieces.append(ArrayPiece(name, array.shape, array.dtype.name, bounds))
-            data.append(flat)
+            data.append(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
     return Snapshot(Manifest(version, chunk_bytes, tuple(pieces)), tuple(data))
-
-
-def _own_parts(array: Array, devices: Set[jax.Device]) -> Iterator[tuple[Bounds, Array]]:
-    if not isinstance(array, jax.Array):
-        yield whole(array.shape), array
-        return
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0 and shard.device in devices:
-            assert shard.data is not None
-            yield bounds_of(shard.index, array.shape), shard.data
 
 
 class WeightSender:
@@ -107,11 +97,8 @@ class WeightSender:
             raise ValueError(
                 f"version {version} cannot be published after version {self._last}; versions must increase"
             )
-        arrays = copy_arrays(named_leaves(weights), self._dtype)
-        for array in arrays.values():
-            for _, part in _own_parts(array, self._devices):
-                if isinstance(part, jax.Array):
-                    part.copy_to_host_async()
+        arrays = copy_arrays(numeric_arrays(weights), self._dtype)
+        start_copies(arrays.values(), self._devices)
         self._last = version
         self._job.start(lambda: self._server.put(take_snapshot(arrays, version, self._devices, self._chunk_bytes)))
 

@@ -7,11 +7,10 @@ All checks that need only the manifests are made before any weights are transfer
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -20,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from marin_rl.config.workers_config import WeightTransferConfig
-from marin_rl.distributed.weights.arrow_flight import FlightSource
-from marin_rl.distributed.weights.manifest import (
+from marin_rl.distributed.weight_manifest import (
     ArrayPiece,
-    Bounds,
     Chunk,
     CorruptTransferError,
     Manifest,
@@ -32,19 +29,26 @@ from marin_rl.distributed.weights.manifest import (
     VersionGoneError,
     WeightServerLostError,
     WeightTransferError,
-    bounds_of,
-    find_gap,
+)
+from marin_rl.distributed.weight_server import FlightSource
+from marin_rl.types import WeightVersion
+from marin_rl.utils.devices.arrays import describe, first_difference, numeric_arrays, replace_arrays
+from marin_rl.utils.devices.boxes import (
+    Array,
+    Bounds,
+    grid_cells,
+    local_boxes,
     overlap,
+    place_boxes,
     shape_of,
     slices_within,
     volume,
-    whole,
 )
-from marin_rl.types import WeightVersion
-from marin_rl.utils.devices.arrays import named_leaves, replace_leaves
 from marin_rl.utils.retry import Clock, RetryConfig, retrying
 
 T = TypeVar("T")
+Target = Array | jax.ShapeDtypeStruct
+"""An array of the receiver's model, or its shape."""
 
 TRANSIENT_ERRORS = (WeightServerLostError, CorruptTransferError, NoWeightsError, VersionGoneError)
 """Errors that a retry may resolve."""
@@ -117,47 +121,16 @@ class WeightReceiver:
         if version is None:
             raise NoWeightsError("no version of the weights is available on all training hosts yet")
         manifests = [source.manifest(version) for source in self._sources]
-        targets = target_arrays(like)
+        targets = numeric_arrays(like)
         plan = choose_pieces(targets, manifests, cast=self._cast)
-        buffers = {key: _aligned_empty(piece.num_bytes) for pieces in plan.values() for key, piece in pieces.items()}
+        pieces = {key: manifests[key.manifest].pieces[key.piece] for keys in plan.values() for key in keys}
+        buffers = {key: _aligned_empty(piece.num_bytes) for key, piece in pieces.items()}
         _download(list(zip(self._sources, manifests, strict=True)), buffers)
         arrays = {}
         for name, target in targets.items():
             # Each array frees its pieces, so that the host needs memory for one more array only.
-            arrays[name] = assemble(target, [(piece, buffers.pop(key)) for key, piece in plan[name].items()])
-        return replace_leaves(like, arrays), version
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetArray:
-    """An array of the receiver's model."""
-
-    shape: tuple[int, ...]
-    """Shape of the array."""
-    dtype: np.dtype
-    """Dtype of the array."""
-    sharding: jax.sharding.Sharding | None
-    """Sharding of the array; None keeps it on the host as a numpy array."""
-
-    def boxes(self) -> set[Bounds]:
-        """Return the boxes of the shards of this process."""
-        if self.sharding is None:
-            return {whole(self.shape)}
-        indices = self.sharding.addressable_devices_indices_map(self.shape).values()
-        return {bounds_of(index, self.shape) for index in indices if index is not None}
-
-
-def target_arrays(like: object) -> dict[str, TargetArray]:
-    """Return the target arrays of a tree of arrays or `jax.ShapeDtypeStruct`s, by name."""
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return {
-        name: TargetArray(
-            tuple(leaf.shape),
-            np.dtype(leaf.dtype),
-            None if isinstance(leaf, np.ndarray) else leaf.sharding or default,
-        )
-        for name, leaf in named_leaves(like).items()
-    }
+            arrays[name] = assemble(target, [(pieces[key], buffers.pop(key)) for key in plan[name]])
+        return replace_arrays(like, arrays), version
 
 
 class PieceKey(NamedTuple):
@@ -170,8 +143,8 @@ class PieceKey(NamedTuple):
 
 
 def choose_pieces(
-    targets: Mapping[str, TargetArray], manifests: Sequence[Manifest], *, cast: bool
-) -> dict[str, dict[PieceKey, ArrayPiece]]:
+    targets: Mapping[str, Target], manifests: Sequence[Manifest], *, cast: bool
+) -> dict[str, list[PieceKey]]:
     """Choose the pieces that the receiver's devices need.
 
     There is one manifest per training host, all of one version. `cast` permits floating-point arrays of another
@@ -183,59 +156,37 @@ def choose_pieces(
     Raises:
         MismatchedWeightsError: if names, shapes or dtypes differ, or pieces are missing; the message names the array.
     """
-    held: dict[str, dict[PieceKey, ArrayPiece]] = {}
+    held: dict[str, dict[Bounds, PieceKey]] = {}
+    published: dict[str, ArrayPiece] = {}
     for number, manifest in enumerate(manifests):
         for index, piece in enumerate(manifest.pieces):
-            held.setdefault(piece.name, {})[PieceKey(number, index)] = piece
-    _check_names(targets.keys(), held.keys())
+            held.setdefault(piece.name, {})[piece.bounds] = PieceKey(number, index)
+            published[piece.name] = piece
+    described = [{name: _describe(array, cast) for name, array in arrays.items()} for arrays in (published, targets)]
+    if difference := first_difference(*described):
+        raise MismatchedWeightsError(
+            f"the published weights do not fit the receiver's model: {difference[0]} is {difference[1]} as published "
+            f"and {difference[2]} in the model; weights.dtype casts between floating-point dtypes"
+        )
     chosen = {}
     for name, target in targets.items():
-        boxes = target.boxes()
-        pieces = {}
-        for key, piece in held[name].items():
-            _check_compatible(piece, target, cast=cast)
-            if any(overlap(piece.bounds, box) is not None for box in boxes):
-                pieces[piece.bounds] = key
-        _check_cover(name, boxes, pieces)
-        chosen[name] = {key: held[name][key] for key in pieces.values()}
+        # Shards of an array have equal shapes.
+        cell = [max(size, 1) for size in shape_of(published[name].bounds)]
+        boxes = local_boxes(target.shape, _sharding(target))
+        needed = {bounds for box in boxes for bounds in grid_cells(box, cell)}
+        if missing := sorted(needed - held[name].keys()):
+            raise MismatchedWeightsError(
+                f"no training host holds {[f'{start}:{stop}' for start, stop in missing[0]]} of {name}; a sender is "
+                "missing or incomplete"
+            )
+        chosen[name] = [held[name][bounds] for bounds in sorted(needed)]
     return chosen
 
 
-def _check_names(targets: Set[str], held: Set[str]) -> None:
-    missing, extra = sorted(targets - held), sorted(held - targets)
-    if missing or extra:
-        raise MismatchedWeightsError(
-            "the published weights do not match the receiver's model: "
-            + "; ".join(
-                f"{verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-                for verb, names in (("they lack", missing), ("the model lacks", extra))
-                if names
-            )
-        )
-
-
-def _check_compatible(piece: ArrayPiece, target: TargetArray, *, cast: bool) -> None:
-    if piece.shape != target.shape:
-        raise MismatchedWeightsError(
-            f"{piece.name} was published with shape {piece.shape}; the receiver needs {target.shape}"
-        )
-    sent = jnp.dtype(piece.dtype)
-    floats = jnp.issubdtype(sent, jnp.floating) and jnp.issubdtype(target.dtype, jnp.floating)
-    if sent != target.dtype and not (cast and floats):
-        raise MismatchedWeightsError(
-            f"{piece.name} was published as {sent.name}; the receiver needs {target.dtype.name}. Set weights.dtype to "
-            "cast between floating-point dtypes"
-        )
-
-
-def _check_cover(name: str, boxes: Set[Bounds], held: Collection[Bounds]) -> None:
-    for box in boxes:
-        gap = find_gap(box, list(held))
-        if gap is not None:
-            indices = [f"{start}:{stop}" for start, stop in gap]
-            raise MismatchedWeightsError(
-                f"no training host holds {indices} of {name}; a sender is missing or incomplete"
-            )
+def _describe(array: ArrayPiece | Target, cast: bool) -> str:
+    """Describe an array; with `cast`, all floating-point dtypes are equal."""
+    is_any = cast and jnp.issubdtype(jnp.dtype(array.dtype), jnp.floating)
+    return f"floating{list(array.shape)}" if is_any else describe(array)
 
 
 ALIGNMENT = 64
@@ -248,7 +199,7 @@ def _aligned_empty(num_bytes: int) -> np.ndarray:
     return memory[start : start + num_bytes]
 
 
-def assemble(target: TargetArray, pieces: Sequence[tuple[ArrayPiece, np.ndarray]]) -> jax.Array | np.ndarray:
+def assemble(target: Target, pieces: Sequence[tuple[ArrayPiece, np.ndarray]]) -> Array:
     """Place an array on the receiver's devices.
 
     `pieces` cover the boxes of the target, each with its bytes (uint8). A piece that is a box is used without a copy.
@@ -256,15 +207,16 @@ def assemble(target: TargetArray, pieces: Sequence[tuple[ArrayPiece, np.ndarray]
     parts = [
         (piece.bounds, data.view(jnp.dtype(piece.dtype)).reshape(shape_of(piece.bounds))) for piece, data in pieces
     ]
-    filled = {box: _fill(box, target.dtype, parts) for box in target.boxes()}
-    if target.sharding is None:
-        return filled[whole(target.shape)]
+    sharding = _sharding(target)
+    boxes = {box: _fill(box, target.dtype, parts) for box in local_boxes(target.shape, sharding)}
+    return place_boxes(target.shape, sharding, boxes)
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        return filled[bounds_of(index, target.shape)]
 
-    return jax.make_array_from_callback(target.shape, target.sharding, part, dtype=target.dtype)
+def _sharding(target: Target) -> jax.sharding.Sharding | None:
+    """Return the sharding of an array; None for one in host memory."""
+    if isinstance(target, np.ndarray):
+        return None
+    return target.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _fill(box: Bounds, dtype: np.dtype, parts: Sequence[tuple[Bounds, np.ndarray]]) -> np.ndarray:

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run by test_transfer.py on 8 fake CPU devices, in a separate process; prints one line of JSON."""
+"""Run by test_weight_transfer.py on 8 fake CPU devices, in a separate process; prints one line of JSON."""
 
 import json
 
@@ -13,9 +13,9 @@ def measure() -> dict[str, object]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     from marin_rl.config.workers_config import WeightTransferConfig
-    from marin_rl.distributed.weights.arrow_flight import make_secret
-    from marin_rl.distributed.weights.fetch import open_receiver
-    from marin_rl.distributed.weights.publish import TrainingHost, open_sender
+    from marin_rl.distributed.weight_receiver import open_receiver
+    from marin_rl.distributed.weight_sender import TrainingHost, open_sender
+    from marin_rl.distributed.weight_server import make_secret
 
     devices = np.array(jax.devices())
     training = Mesh(devices.reshape(4, 2), ("data", "model"))

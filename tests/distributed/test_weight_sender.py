@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.lab.benchmarks.measurement import counted_compiles
 from marin_rl.config.workers_config import WeightTransferConfig
-from marin_rl.distributed.weights.arrow_flight import FlightSource
-from marin_rl.distributed.weights.manifest import Snapshot, WeightTransferError
-from marin_rl.distributed.weights.publish import TrainingHost, WeightSender, open_sender, take_snapshot
-from marin_rl.utils.devices.arrays import copy_arrays
-from tests.distributed.weights.endpoints import SECRET, assert_same, closing, receiver_of, snapshot_of
+from marin_rl.distributed.weight_manifest import Snapshot, WeightTransferError
+from marin_rl.distributed.weight_sender import TrainingHost, WeightSender, open_sender, take_snapshot
+from marin_rl.distributed.weight_server import FlightSource
+from tests.distributed.weight_endpoints import SECRET, closing, receiver_of, snapshot_of
 
 # Snapshots.
 
@@ -156,46 +154,3 @@ def test_receiver_waits_for_all_hosts():
         receiver_of(*sources_of(own, other), sleep=lag).wait_for(1, 60.0)
         assert newest.newest() == 1
     assert pauses == [None, None, None]
-
-
-# Copies on the devices.
-
-
-def test_copy_shares_no_memory_with_original():
-    arrays = {"f": jnp.arange(100.0), "i": jnp.arange(3), "n": np.arange(4.0), "s": jnp.float32(2)}
-    copies = copy_arrays(arrays, None)
-    assert_same(copies, arrays)
-    for name in "fis":
-        assert copies[name].unsafe_buffer_pointer() != arrays[name].unsafe_buffer_pointer()
-        assert copies[name].sharding == arrays[name].sharding
-    assert not np.shares_memory(copies["n"], arrays["n"])
-
-
-def test_only_floating_point_is_cast():
-    arrays = {
-        "f": jnp.float32([1.00390625, jnp.nan, 3e38]),
-        "b": jnp.bfloat16([2.5]),
-        "i": jnp.int32([2**24 + 1]),
-        "t": jnp.array([True]),
-        "n": np.float32([1.0039]),
-    }
-    copies = copy_arrays(arrays, "bfloat16")
-    assert {name: copy.dtype.name for name, copy in copies.items()} == {
-        "f": "bfloat16",
-        "b": "bfloat16",
-        "i": "int32",
-        "t": "bool",
-        "n": "bfloat16",
-    }
-    assert_same(copies["f"], arrays["f"].astype(jnp.bfloat16))
-    assert_same(copies["i"], arrays["i"])
-    assert copies["b"].unsafe_buffer_pointer() != arrays["b"].unsafe_buffer_pointer()
-
-
-def test_second_version_does_not_recompile():
-    arrays = {"a": jnp.arange(5.0)}
-    copy_arrays(arrays, None)
-    changed = {"a": arrays["a"] + 1}
-    with counted_compiles() as compiles:
-        copy_arrays(changed, None)
-    assert compiles.programs == 0
