@@ -12,11 +12,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from marin_rl.serving.bodies import ApiError
+
 MAX_TOPK = 128
 """Maximum number of tokens of a position: of `topk_prompt_logprobs`, and of targets."""
 
 
-class RequestError(Exception):
+class RequestError(ApiError):
     """A request that cannot be served, by the fault of the client; the message names the value and the remedy."""
 
 

@@ -186,7 +186,7 @@ class Service:
                 data,
             )
 
-    def operate(self, model: str, seq: int, kind: str, body: bytes, problem: Exception | None = None) -> Promise:
+    def operate(self, model: str, seq: int, kind: str, body: bytes, problem: ApiError | None = None) -> Promise:
         """Accept an operation of a model, at its place in the order of `seq`.
 
         Args:
@@ -221,7 +221,7 @@ class Service:
             }
             if problem is not None:
                 self._state.record({"record": "refused", **header, "message": str(problem)})
-                raise problem if isinstance(problem, ApiError) else ApiError(str(problem))
+                raise problem
             # Others may wait for the next operation, so it is always accepted.
             if seq != trained.next:
                 self._check_capacity(len(body))
@@ -249,7 +249,7 @@ class Service:
         """Begin a sampling session of the base model or of a checkpoint. Wait with `sync` before the answer.
 
         Raises:
-            ApiError: if the session or the checkpoint does not exist.
+            ApiError: if the session, the base model or the checkpoint does not exist.
         """
         with self._state.lock:
             self._check_open()
@@ -259,16 +259,13 @@ class Service:
                 if known.is_ephemeral or known.model_path != path:
                     raise ApiError(f"the sampling session {id!r} exists, and samples from other weights")
                 return known
-            try:
-                if path is not None:
-                    info = self.checkpoints.info(self.checkpoints.existing(path))
-                    base_model = base_model or info["base_model"]
-                elif base_model is not None:
-                    self._state.base.check_name(base_model)
-                else:
-                    raise RequestError("give base_model or model_path")
-            except RequestError as error:
-                raise ApiError(str(error), status=HTTPStatus.NOT_FOUND) from error
+            if path is not None:
+                info = self.checkpoints.info(self.checkpoints.existing(path))
+                base_model = base_model or info["base_model"]
+            elif base_model is not None:
+                self._state.base.check_name(base_model)
+            else:
+                raise RequestError("give base_model or model_path")
             names = {"id": id, "session": session, "base_model": base_model, "model_path": path, "ephemeral": None}
             self._state.record({"record": "sampler", **names})
             return self._state.samplers[id]
@@ -298,10 +295,7 @@ class Service:
                 return known
             sampler = self.sampler(body.sampling_session_id)
             self.session(sampler.session)
-            try:
-                body.params(0)
-            except RequestError as error:
-                raise ApiError(str(error)) from error
+            body.params(0)
             waiting = sum(map(len, self._state.waiting.values()))
             if waiting >= MAX_WAITING_SAMPLES:
                 raise busy(f"{waiting} requests wait for samples")
