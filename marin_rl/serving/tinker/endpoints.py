@@ -22,7 +22,7 @@ from marin_rl.serving.tinker import requests
 from marin_rl.serving.tinker.checkpoint_endpoints import ARCHIVE, CheckpointEndpoints, Handler, lora_fields, not_found
 from marin_rl.serving.tinker.checkpoints import ServedModel
 from marin_rl.serving.tinker.messages import canonical_bytes, forward_backward_of, parse_forward_backward
-from marin_rl.serving.tinker.records import RequestError
+from marin_rl.serving.tinker.records import ForwardBackward, RequestError
 from marin_rl.serving.tinker.requests import BodyT, canonical_json, parse_body
 from marin_rl.serving.tinker.service import Promise, Service
 
@@ -244,20 +244,18 @@ class TinkerApp:
     async def _forward_backward(self, request: Request) -> Response:
         data = await read_body(request, _PROTOBUF, MAX_TRAINING_BYTES, self._client_seconds)
 
-        def parse() -> tuple[Any, bytes, RequestError | None]:
-            message, problem = parse_forward_backward(data), None
+        def parse() -> tuple[Any, bytes, ForwardBackward | RequestError]:
+            message = parse_forward_backward(data)
             try:
-                forward_backward_of(message)
+                parsed = forward_backward_of(message)
             except RequestError as error:
-                problem = error
-            return message, canonical_bytes(message), problem
+                parsed = error
+            return message, canonical_bytes(message), parsed
 
-        message, body, problem = await asyncio.to_thread(parse)
-        if message.seq_id < 1:
-            raise RequestError(f"seq_id is {message.seq_id}; it must be at least 1")
+        message, body, parsed = await asyncio.to_thread(parse)
         kind = "forward" if message.forward_only else "forward_backward"
         model, seq = message.model_id, message.seq_id
-        return await self._accepted(lambda: self._service.operate(model, seq, kind, body, problem), model_id=model)
+        return await self._accepted(lambda: self._service.operate(model, seq, kind, body, parsed), model_id=model)
 
     def _operation(self, name: str) -> Handler:
         async def handle(request: Request) -> Response:

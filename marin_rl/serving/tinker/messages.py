@@ -152,10 +152,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def parse_forward_backward(data: bytes) -> Any:
-    """Parse the message of a request without checking its content.
+    """Parse the message of a request without checking its data.
 
     Raises:
-        RequestError: if the bytes are not such a message, or it has too many parts.
+        RequestError: if the bytes are not such a message, or it has too many parts or no number.
     """
     if len(data) > MAX_PARTS:
         try:
@@ -167,6 +167,8 @@ def parse_forward_backward(data: bytes) -> Any:
         message.ParseFromString(data)
     except DecodeError as error:
         raise RequestError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
+    if message.seq_id < 1:
+        raise RequestError(f"seq_id is {message.seq_id}; it must be at least 1")
     return message
 
 

@@ -20,7 +20,7 @@ from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.tinker import requests
 from marin_rl.serving.tinker.checkpoints import ServedModel
 from marin_rl.serving.tinker.journal import RecordedError
-from marin_rl.serving.tinker.records import ModelSpec, RequestError, Trainer
+from marin_rl.serving.tinker.records import ForwardBackward, ModelSpec, RequestError, Trainer
 from marin_rl.serving.tinker.state import Model, Promise, Sampler, ServerState, Session
 from marin_rl.serving.tinker.trainer_thread import EPHEMERAL_SAMPLERS, Limits, TrainerThread
 
@@ -186,7 +186,9 @@ class Service:
                 data,
             )
 
-    def operate(self, model: str, seq: int, kind: str, body: bytes, problem: ApiError | None = None) -> Promise:
+    def operate(
+        self, model: str, seq: int, kind: str, body: bytes, parsed: ForwardBackward | ApiError | None = None
+    ) -> Promise:
         """Accept an operation of a model, at its place in the order of `seq`.
 
         Args:
@@ -194,7 +196,8 @@ class Service:
             seq: number of the operation.
             kind: name of the operation.
             body: canonical bytes of the request.
-            problem: why the request is invalid; it uses up its number, because the client goes on with the next one.
+            parsed: the request, which is not parsed again while there is memory for it; or why it is invalid, which
+                uses up its number, because the client goes on with the next one.
 
         Raises:
             ApiError: if the request is refused.
@@ -219,13 +222,16 @@ class Service:
                 "model": model,
                 "seq": seq,
             }
-            if problem is not None:
-                self._state.record({"record": "refused", **header, "message": str(problem)})
-                raise problem
+            if isinstance(parsed, ApiError):
+                self._state.record({"record": "refused", **header, "message": str(parsed)})
+                raise parsed
             # Others may wait for the next operation, so it is always accepted.
             if seq != trained.next:
                 self._check_capacity(len(body))
-            return self._accept({"record": "operation", **header}, body)
+            promise = self._accept({"record": "operation", **header}, body)
+            if parsed is not None and self._state.waiting_bytes + parsed.size <= MAX_WAITING_BYTES:
+                self._state.keep_parsed(promise, parsed)
+            return promise
 
     def unload(self, model: str) -> Promise:
         """Drop a model after the operations that are ready. Raise `ApiError` if there is none."""

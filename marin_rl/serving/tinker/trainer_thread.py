@@ -177,7 +177,8 @@ class TrainerThread:
     def _operate(self, model: Model, promise: Promise) -> tuple[str, bytes]:
         """Run an operation; return form and content of its result."""
         if promise.kind in ("forward_backward", "forward"):
-            return "protobuf", write_outputs(self._trainer.forward_backward(read_forward_backward(promise.body)))
+            request = promise.parsed or read_forward_backward(promise.body)
+            return "protobuf", write_outputs(self._trainer.forward_backward(request))
         values = json.loads(promise.body)
         match promise.kind:
             case "create_model":
