@@ -247,10 +247,10 @@ def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Bud
     tokens = _array(raw, np.dtype("<i4"), f"{what}.model_input")
     if not len(tokens) or tokens.min() < 0:
         raise RequestError(f"{what}.model_input must have at least one token, and no negative ones")
-    given, names = set(message.loss_fn_inputs), set(loss.inputs)
-    if unknown := sorted(given - names):
-        raise RequestError(f"{what}: the loss has no input {unknown[0]!r:.100}; its inputs are {sorted(names)}")
-    if missing := sorted(names - given - optional):
+    given = set(message.loss_fn_inputs)
+    if unknown := sorted(given - loss.inputs):
+        raise RequestError(f"{what}: the loss has no input {unknown[0]!r:.100}; its inputs are {sorted(loss.inputs)}")
+    if missing := sorted(loss.inputs - given - optional):
         raise RequestError(f"{what}: the loss needs the input {missing[0]!r}")
     inputs = {
         name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens), sparse)
