@@ -55,6 +55,8 @@ _UNDEFINED_LOGPROB = -99999.0
 MAX_PARTS = 2**20
 """Maximum number of fields of a request, those of all messages in it together. The SDK sends fewer: up to 1,024 data
 and 5 MB, of which a chunk has 3 fields and at least 16 bytes with its targets and weights."""
+_DATUM_BYTES = 1400
+"""Bytes in memory of a datum with three inputs, without their elements."""
 MAX_SPARSE_ELEMENTS = 2**25
 """Maximum number of elements of the sparse tensors of a request, zeros included."""
 
@@ -202,7 +204,9 @@ def forward_backward_of(message: Any) -> ForwardBackward:
     # Without weights a datum is only scored.
     optional = {"weights"} if message.forward_only else set()
     data = tuple(_datum(datum, loss, optional, f"data[{index}]", sparse) for index, datum in enumerate(message.data))
-    return ForwardBackward(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only)
+    arrays = itertools.chain.from_iterable((tokens, *inputs.values()) for tokens, inputs in data)
+    size = _DATUM_BYTES * len(data) + sum(array.nbytes for array in arrays)
+    return ForwardBackward(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only, size)
 
 
 def _config(message: Any, loss: Loss) -> dict[str, float]:

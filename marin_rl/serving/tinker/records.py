@@ -4,7 +4,6 @@
 """What the parts of the Tinker server exchange: data, requests, results, and the trainer that they reach."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,14 +76,8 @@ class ForwardBackward:
     """Settings of the loss, such as `clip_low_threshold`."""
     forward_only: bool
     """Whether no gradient is added."""
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Bytes in memory, about."""
-        # Of a datum with three inputs, all objects but their elements.
-        return sum(
-            1400 + datum.tokens.nbytes + sum(each.nbytes for each in datum.inputs.values()) for datum in self.data
-        )
+    size: int = 0
+    """Bytes in memory, about, of a request that was parsed."""
 
 
 class LossOutputs(NamedTuple):

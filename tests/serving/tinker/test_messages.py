@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,19 @@ def test_shapes_of_many_sizes_are_refused(sizes: list[int]) -> None:
     _set(message, "weights", shape=sizes)
     with pytest.raises(RequestError, match=rf"weights has {len(sizes)} sizes"):
         read_forward_backward(message.SerializeToString())
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_the_size_of_a_request_is_its_memory(length: int) -> None:
+    data = body("m", 1, [[7] * length] * 200, loss="ppo", inputs={"logprobs": -1.0, "advantages": 1.0})
+    read_forward_backward(data)
+    tracemalloc.start()
+    try:
+        request = read_forward_backward(data)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * request.size < held < 1.1 * request.size
 
 
 def test_prefers_the_newer_config() -> None:
