@@ -200,10 +200,14 @@ def forward_backward_of(message: Any) -> ForwardBackward:
         )
     if not message.data:
         raise RequestError("data is empty; send at least one datum")
-    config, sparse = _config(message, loss), _Budget(MAX_SPARSE_ELEMENTS)
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    # A few bytes may be many elements.
+    if sum(abs(math.prod(each.shape[:2])) for each in tensors if each.HasField("sparse_csr")) > MAX_SPARSE_ELEMENTS:
+        raise RequestError(f"the sparse tensors of data have more than {MAX_SPARSE_ELEMENTS} elements; send less data")
+    config = _config(message, loss)
     # Without weights a datum is only scored.
     optional = {"weights"} if message.forward_only else set()
-    data = tuple(_datum(datum, loss, optional, f"data[{index}]", sparse) for index, datum in enumerate(message.data))
+    data = tuple(_datum(datum, loss, optional, f"data[{index}]") for index, datum in enumerate(message.data))
     arrays = itertools.chain.from_iterable((tokens, *inputs.values()) for tokens, inputs in data)
     size = _DATUM_BYTES * len(data) + sum(array.nbytes for array in arrays)
     return ForwardBackward(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only, size)
@@ -230,19 +234,7 @@ def _config(message: Any, loss: Loss) -> dict[str, float]:
     return config
 
 
-class _Budget:
-    """Bounds memory that a few bytes can ask for."""
-
-    def __init__(self, elements: int) -> None:
-        self._left = elements
-
-    def use(self, elements: int, what: str) -> None:
-        self._left -= elements
-        if self._left < 0:
-            raise RequestError(f"{what}: the sparse tensors of the request have more than {MAX_SPARSE_ELEMENTS} cells")
-
-
-def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Budget) -> Datum:
+def _datum(message: Any, loss: Loss, optional: set[str], what: str) -> Datum:
     for chunk in message.model_input:
         for kind in ("image", "dmel"):
             if chunk.HasField(kind):
@@ -257,8 +249,7 @@ def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Bud
     if missing := sorted(loss.inputs - given - optional):
         raise RequestError(f"{what}: the loss needs the input {missing[0]!r}")
     inputs = {
-        name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens), sparse)
-        for name in sorted(given)
+        name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens)) for name in sorted(given)
     }
     shape = inputs[TARGETS].shape
     if len(shape) == 2 and not (loss.takes_top_k and shape[1] <= MAX_TOPK):
@@ -270,13 +261,13 @@ def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Bud
     return Datum(tokens, inputs)
 
 
-def _tensor(message: Any, name: str, what: str, length: int, sparse: _Budget) -> np.ndarray:
+def _tensor(message: Any, name: str, what: str, length: int) -> np.ndarray:
     """Return an input of the loss, checked against the length of its sequence."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise RequestError(f"{what} has dtype number {message.dtype}; use float32 (1) or int64 (2)")
     if message.HasField("sparse_csr"):
-        values = _from_csr(message, dtype, what, length, sparse)
+        values = _from_csr(message, dtype, what, length)
     else:
         values = _array(message.dense, dtype, what)
         if len(message.shape) > 2:
@@ -296,12 +287,11 @@ def _tensor(message: Any, name: str, what: str, length: int, sparse: _Budget) ->
     return values.astype(np.float32, copy=False)
 
 
-def _from_csr(message: Any, dtype: np.dtype, what: str, length: int, sparse: _Budget) -> np.ndarray:
+def _from_csr(message: Any, dtype: np.dtype, what: str, length: int) -> np.ndarray:
     """Return a matrix in compressed sparse rows with its zeros."""
     shape, csr = tuple(message.shape), message.sparse_csr
     if len(shape) != 2 or shape[0] != length or shape[1] < 1:
         raise RequestError(f"{what} is sparse and has shape {list(shape[:3])}; it must be [{length}, k]")
-    sparse.use(shape[0] * shape[1], what)
     values = _array(csr.values, dtype, what)
     starts, columns = (_array(part, np.dtype("<i8"), what) for part in (csr.crow_indices, csr.col_indices))
     is_valid = (

@@ -166,6 +166,16 @@ def test_refuses_sparse_rows_that_do_not_fit(rows: list[int], columns: list[int]
         read_forward_backward(message.SerializeToString())
 
 
+@pytest.mark.parametrize("shape", [[3, 2**40], [-3, -(2**40)], [2**62, 2**62, 2**62]])
+def test_sparse_tensors_of_too_many_elements_are_refused_before_they_are_built(shape: list[int]) -> None:
+    message = message_of()
+    weights = message.data[0].loss_fn_inputs["weights"]
+    sparse(np.ones((3, 2), np.float32), weights, 1)
+    _set(message, "weights", shape=shape)
+    with pytest.raises(RequestError, match="sparse tensors"):
+        read_forward_backward(message.SerializeToString())
+
+
 def test_only_some_losses_take_several_targets() -> None:
     for loss, is_allowed in (("importance_sampling", True), ("ppo", False), ("cispo", False), ("dro", False)):
         message = message_of(loss=loss, inputs={"logprobs": -1.0, "advantages": 1.0})
