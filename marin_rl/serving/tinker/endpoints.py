@@ -64,7 +64,7 @@ class TinkerApp:
         """
         self._service, self._base, self._key, self._client_seconds = service, base, key, client_seconds
         self._metrics = HttpMetrics()
-        service.on_sampled = self._metrics.counter("sampled_tokens", "Tokens of samples.")
+        service.thread.on_sampled = self._metrics.counter("sampled_tokens", "Tokens of samples.")
         for name, text in (
             ("waiting_samples", "Requests that wait for samples."),
             ("waiting_operations", "Training operations that have not run."),

@@ -45,14 +45,7 @@ class Service:
             UserError: if another server uses the folder, or if the folder belongs to another base model.
         """
         self._state, self._limits, self._trainer = ServerState(folder, base), limits, trainer
-        self._thread = TrainerThread(
-            self._state,
-            trainer,
-            limits,
-            self._fail,
-            on_sampled=lambda number: self.on_sampled(number),
-            on_step=lambda line: self.on_step(line),
-        )
+        self.thread = TrainerThread(self._state, trainer, limits, self._fail)
         self._asked: dict[str, float] = {}
         """When models were asked for that wait for the end of another session, by their ids."""
         self.checkpoints = self._state.checkpoints
@@ -60,14 +53,10 @@ class Service:
         """Error that ended the thread."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called in the thread when it fails."""
-        self.on_sampled: Callable[[int], None] = lambda number: None
-        """Called with the number of tokens of a result."""
-        self.on_step: Callable[[str], None] = lambda line: None
-        """Called with a line about an optimizer step."""
 
     def start(self) -> None:
         """Begin to run operations."""
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """Run no further operations, and answer clients that wait."""
@@ -80,7 +69,7 @@ class Service:
     def close(self) -> None:
         """Wait for the operation that runs, and close the journal."""
         self.stop()
-        self._thread.join()
+        self.thread.join()
         self._state.journal.close()
 
     def _fail(self, error: Exception) -> None:
@@ -230,7 +219,8 @@ class Service:
                 self._check_capacity(len(body))
             promise = self._accept({"record": "operation", **header}, body)
             if parsed is not None and self._state.waiting_bytes + parsed.size <= MAX_WAITING_BYTES:
-                self._state.keep_parsed(promise, parsed)
+                self._state.waiting_bytes += parsed.size - promise.size
+                promise.body, promise.parsed = b"", parsed
             return promise
 
     def unload(self, model: str) -> Promise:
@@ -314,8 +304,7 @@ class Service:
     async def sync(self, promise: Promise | None = None) -> None:
         """Wait until a request, or all so far, are on the disk."""
         self._state.loop = asyncio.get_running_loop()
-        position = self._state.journal.position if promise is None else promise.position
-        await asyncio.to_thread(self._state.journal.sync, position)
+        await asyncio.to_thread(self._state.journal.sync, None if promise is None else promise.position)
 
     async def retrieve(self, id: str, seconds: float) -> Promise | None:
         """Wait for a result, at most `seconds`; None if there is none yet. It is kept for a while after this.

@@ -244,11 +244,6 @@ class ServerState:
         self.waiting_bytes += len(body)
         return promise
 
-    def keep_parsed(self, promise: Promise, request: ForwardBackward) -> None:
-        """Keep a request in place of its bytes, so that it is not parsed again."""
-        self.waiting_bytes += request.size - promise.size
-        promise.body, promise.parsed = b"", request
-
     def _add_operation(self, header: Mapping[str, Any], body: bytes, position: int) -> None:
         promise = self._promise(header, body, position)
         id, seq = header["model"], header["seq"]

@@ -597,7 +597,7 @@ def test_a_dropped_sum_stays_dropped_after_a_restart(tmp_path: Path, state_secon
     with serving(tmp_path, limits=Limits(state=state_seconds)) as (url, service):
         wire = Wire(url)
         lines: list[str] = []
-        service.on_step = lines.append
+        service.thread.on_step = lines.append
         model = wire.begin()
         assert wire.step(model, 1)["weight"] == 0.9 * 9
         wire.result(wire.forward_backward(model, 2, [[10**6]]).json()["request_id"])
