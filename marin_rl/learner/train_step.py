@@ -168,12 +168,13 @@ class Learner:
         self._capacity = capacity
         self._optimizer = skip_nonfinite_updates(optimizer.build(num_updates))
         self._loss = loss
-        self.trainer = trainer
+        self.trainer, self._mesh = trainer, trainer.device_mesh
+        self._compute_mapping, self._parameter_mapping = trainer.compute_axis_mapping, trainer.parameter_axis_mapping
         self._program = functools.cache(self._make_program)
         compiled = functools.partial(
             cast(Any, hax.named_jit),
-            axis_resources=trainer.parameter_axis_mapping,
-            compiler_options=compiler_options(trainer.device_mesh),
+            axis_resources=self._parameter_mapping,
+            compiler_options=compiler_options(self._mesh),
         )
         self._zeros = compiled(zero_gradient)
         self._forward = compiled(self._evaluate)
@@ -215,24 +216,23 @@ class Learner:
         A new state and a state restored from a checkpoint then run the same compiled program, so a resumed run is
         bit-identical to an uninterrupted one.
         """
-        return place(state, self.trainer.device_mesh, self.trainer.parameter_axis_mapping)
+        return place(state, self._mesh, self._parameter_mapping)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
         """Set the mesh and the axis mapping of compiled programs. Levanter's optimizers log to a tracker."""
-        mapping = hax.axis_mapping(self.trainer.parameter_axis_mapping)
-        with current_tracker(NoopTracker()), self.trainer.use_device_mesh(), mapping:
+        mapping = hax.axis_mapping(self._parameter_mapping)
+        with current_tracker(NoopTracker()), hax.partitioning.set_mesh(self._mesh), mapping:
             yield
 
     def _init(self, model: eqx.Module, key: jax.Array) -> TrainerState:
-        trainer = self.trainer
         state = TrainerState.init(
-            self._optimizer, model, key=key, is_trainable=True, mp=trainer.mp, model_averaging=self._averaging
+            self._optimizer, model, key=key, is_trainable=True, mp=self.trainer.mp, model_averaging=self._averaging
         )
         # The average starts as a copy, because updates donate both.
         averaging = jax.tree.map(jnp.copy, state.model_averaging)
         state = dataclasses.replace(state, step=jnp.zeros((), jnp.int32), model_averaging=averaging)
-        return shard(state, trainer.parameter_axis_mapping)
+        return shard(state, self._parameter_mapping)
 
     def update(self, state: TrainerState, microbatches: Sequence[RlExample]) -> tuple[TrainerState, dict[str, Metric]]:
         """Run one update and wait for it.
@@ -277,8 +277,8 @@ class Learner:
 
         The state has arrays, or shapes and shardings as from `placed_shape`. Of the microbatches only shapes are used.
         """
-        mesh, mapping = self.trainer.device_mesh, self.trainer.compute_axis_mapping
-        batch = placed_shape(stack_microbatches(microbatches, self._capacity), mesh, mapping)
+        stacked = stack_microbatches(microbatches, self._capacity)
+        batch = placed_shape(stacked, self._mesh, self._compute_mapping)
         with self._compiling():
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
@@ -361,10 +361,10 @@ class Learner:
         return AccumulatedState(dataclasses.replace(rest, model=model), gradient), metrics
 
     def _place_rows(self, rows: T) -> T:
-        return place(rows, self.trainer.device_mesh, self.trainer.compute_axis_mapping)
+        return place(rows, self._mesh, self._compute_mapping)
 
     def _evaluate(self, model: Any, rows: TokenRows, loss: Loss, frozen: list[jax.Array]) -> tuple[jax.Array, Any]:
-        with hax.axis_mapping(self.trainer.compute_axis_mapping):
+        with hax.axis_mapping(self._compute_mapping):
             return self._compute(model, rows, _unflatten(self._frozen_constants, frozen), loss)
 
     def _add_gradient(
@@ -406,11 +406,11 @@ class Learner:
         def run(
             leaves: list[jax.Array], batch: RlExample, count: jax.Array, frozen: list[jax.Array]
         ) -> tuple[list[jax.Array], PendingUpdate]:
-            with hax.axis_mapping(self.trainer.parameter_axis_mapping):
+            with hax.axis_mapping(self._parameter_mapping):
                 state, update = self._update(_unflatten(constants, leaves), batch, count, frozen)
             return _flatten(state)[1], update
 
-        options = compiler_options(self.trainer.device_mesh)
+        options = compiler_options(self._mesh)
         return jax.jit(run, donate_argnums=0, out_shardings=(list(shardings), None), compiler_options=options)
 
     def _update(
@@ -452,14 +452,14 @@ class Learner:
         }
         # Also those of bfloat16 parameters are summed in float32.
         gradient = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like.gradient)
-        gradient = shard(gradient, self.trainer.parameter_axis_mapping)
+        gradient = shard(gradient, self._parameter_mapping)
         return MicrobatchSums(gradient, jnp.zeros(()), metrics)
 
     def _gradient(self, model: eqx.Module, batch: TokenRows, frozen: Frozen | None, loss: Loss) -> MicrobatchSums:
         compute = functools.partial(self._compute, frozen=frozen, loss=loss)
-        with hax.axis_mapping(self.trainer.compute_axis_mapping):
+        with hax.axis_mapping(self._compute_mapping):
             (value, report), gradient = eqx.filter_value_and_grad(compute, has_aux=True)(model, batch)
-        return MicrobatchSums(shard(gradient, self.trainer.parameter_axis_mapping), jnp.asarray(value), report)
+        return MicrobatchSums(shard(gradient, self._parameter_mapping), jnp.asarray(value), report)
 
     def _compute(self, model: eqx.Module, batch: TokenRows, frozen: Frozen | None, loss: Loss) -> tuple[jax.Array, Any]:
         read = () if frozen is None else (frozen,)

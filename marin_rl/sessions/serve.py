@@ -105,7 +105,7 @@ def serve_training(config: TinkerConfig) -> None:
                 (*names, *config.names), trainer.base_fingerprint, trainer.max_context, tokenizer=str(weights)
             )
             service = Service(trainer, folder, base)
-            service.on_step = functools.partial(print, flush=True)
+            service.thread.on_step = functools.partial(print, flush=True)
             app = TinkerApp(service, base, key=key, client_seconds=config.client_seconds)
             line = (
                 f"serving {escape_line(source)} to clients of Tinker at {url} ({trainer.max_context} tokens of "

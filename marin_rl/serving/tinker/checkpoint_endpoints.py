@@ -67,7 +67,7 @@ class CheckpointEndpoints:
     async def _weights_info(self, request: Request) -> Response:
         body = parse_body(requests.WeightsInfo, await self._read_values(request))
         checkpoints = self._service.checkpoints
-        with refusals(HTTPStatus.NOT_FOUND):
+        with not_found():
             info = checkpoints.info(checkpoints.existing(body.tinker_path))
         spec = spec_of(info)
         trained = {name: getattr(spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
@@ -78,20 +78,19 @@ class CheckpointEndpoints:
         return self._service.checkpoints.existing(f"tinker://{names['model']}/{names['kind']}/{names['name']}")
 
     async def _delete(self, request: Request) -> Response:
-        with refusals(HTTPStatus.NOT_FOUND):
+        with not_found():
             await self._service.call(lambda: self._service.checkpoints.delete(self._checkpoint(request)))
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
     async def _set_ttl(self, request: Request) -> Response:
         ttl = parse_body(requests.TtlBody, await self._read_values(request)).ttl_seconds
-        with refusals(HTTPStatus.NOT_FOUND):
+        with not_found():
             await self._service.call(lambda: self._service.checkpoints.set_ttl(self._checkpoint(request), ttl))
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
     async def _list_checkpoints(self, request: Request) -> Response:
         model = request.path_params.get("model")
-        with refusals():
-            found = await asyncio.to_thread(self._service.checkpoints.list, model)
+        found = await asyncio.to_thread(self._service.checkpoints.list, model)
         if model is not None:
             return json_response({"checkpoints": found})
         page, cursor = _page(request, found, 100)
@@ -153,7 +152,7 @@ class CheckpointEndpoints:
         path, query = request.url.path, request.query_params
         if "signature" not in query:
             self._check_key(request)
-            with refusals(HTTPStatus.NOT_FOUND):
+            with not_found():
                 self._checkpoint(request)
             end = int(time.time()) + _LINK_SECONDS
             link = request.url.include_query_params(expires=end, signature=self._signature(path, str(end)))
@@ -164,7 +163,7 @@ class CheckpointEndpoints:
             raise ApiError("the signature of this link is wrong", status=HTTPStatus.FORBIDDEN)
         if int(end) < time.time():
             raise ApiError("this link has expired; ask for another one", status=HTTPStatus.FORBIDDEN)
-        with refusals(HTTPStatus.NOT_FOUND):
+        with not_found():
             folder = self._checkpoint(request)
         return StreamingResponse(_tar(folder), media_type="application/x-tar")
 
@@ -173,12 +172,12 @@ class CheckpointEndpoints:
 
 
 @contextlib.contextmanager
-def refusals(status: int = HTTPStatus.BAD_REQUEST) -> Iterator[None]:
-    """Answer a `RequestError` with a status."""
+def not_found() -> Iterator[None]:
+    """Answer a `RequestError` with status 404."""
     try:
         yield
     except RequestError as error:
-        raise ApiError(str(error), status=status) from error
+        raise ApiError(str(error), status=HTTPStatus.NOT_FOUND) from error
 
 
 def lora_fields(spec: ModelSpec | None) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from marin_rl.serving.admission import Admission, check_host, check_key, health,
 from marin_rl.serving.bodies import MAX_BODY_BYTES, ApiError, json_response, read_object
 from marin_rl.serving.http_metrics import HttpMetrics
 from marin_rl.serving.tinker import requests
-from marin_rl.serving.tinker.checkpoint_endpoints import ARCHIVE, CheckpointEndpoints, Handler, lora_fields, refusals
+from marin_rl.serving.tinker.checkpoint_endpoints import ARCHIVE, CheckpointEndpoints, Handler, lora_fields, not_found
 from marin_rl.serving.tinker.checkpoints import ServedModel
 from marin_rl.serving.tinker.messages import canonical_bytes, forward_backward_of, parse_forward_backward
-from marin_rl.serving.tinker.records import RequestError
+from marin_rl.serving.tinker.records import ForwardBackward, RequestError
 from marin_rl.serving.tinker.requests import BodyT, canonical_json, parse_body
 from marin_rl.serving.tinker.service import Promise, Service
 
@@ -64,7 +64,7 @@ class TinkerApp:
         """
         self._service, self._base, self._key, self._client_seconds = service, base, key, client_seconds
         self._metrics = HttpMetrics()
-        service.on_sampled = self._metrics.counter("sampled_tokens", "Tokens of samples.")
+        service.thread.on_sampled = self._metrics.counter("sampled_tokens", "Tokens of samples.")
         for name, text in (
             ("waiting_samples", "Requests that wait for samples."),
             ("waiting_operations", "Training operations that have not run."),
@@ -194,9 +194,8 @@ class TinkerApp:
         id = f"{body.session_id}:train:{body.model_seq_id}"
 
         def accept() -> Promise:
-            with refusals():
-                self._base.check_name(body.base_model)
-                spec = body.spec(seed=zlib.crc32(id.encode()))
+            self._base.check_name(body.base_model)
+            spec = body.spec(seed=zlib.crc32(id.encode()))
             return self._service.create_model(
                 body.session_id, body.model_seq_id, "create_model", values, body.base_model, spec
             )
@@ -213,8 +212,7 @@ class TinkerApp:
         session, number = body.session_id, body.model_seq_id
 
         def accept() -> Promise:
-            with refusals():
-                self._check_load(body)
+            self._check_load(body)
             return self._service.create_model(session, number, "load_weights", values, body.base_model or "", None)
 
         return await self._accepted(accept, model_id=f"{session}:train:{number}")
@@ -246,21 +244,18 @@ class TinkerApp:
     async def _forward_backward(self, request: Request) -> Response:
         data = await read_body(request, _PROTOBUF, MAX_TRAINING_BYTES, self._client_seconds)
 
-        def parse() -> tuple[Any, bytes, RequestError | None]:
-            message, problem = parse_forward_backward(data), None
+        def parse() -> tuple[Any, bytes, ForwardBackward | RequestError]:
+            message = parse_forward_backward(data)
             try:
-                forward_backward_of(message)
+                parsed = forward_backward_of(message)
             except RequestError as error:
-                problem = error
-            return message, canonical_bytes(message), problem
+                parsed = error
+            return message, canonical_bytes(message), parsed
 
-        with refusals():
-            message, body, problem = await asyncio.to_thread(parse)
-            if message.seq_id < 1:
-                raise RequestError(f"seq_id is {message.seq_id}; it must be at least 1")
+        message, body, parsed = await asyncio.to_thread(parse)
         kind = "forward" if message.forward_only else "forward_backward"
         model, seq = message.model_id, message.seq_id
-        return await self._accepted(lambda: self._service.operate(model, seq, kind, body, problem), model_id=model)
+        return await self._accepted(lambda: self._service.operate(model, seq, kind, body, parsed), model_id=model)
 
     def _operation(self, name: str) -> Handler:
         async def handle(request: Request) -> Response:
@@ -280,7 +275,7 @@ class TinkerApp:
         place, problem = parse_body(requests.OperationBody, values), None
         try:
             check(parse_body(body_class, values))
-        except (ApiError, RequestError) as error:
+        except ApiError as error:
             problem = error
         data = canonical_json(values)
         return await self._accepted(
@@ -304,9 +299,10 @@ class TinkerApp:
 
     async def _create_sampler(self, request: Request) -> Response:
         body = await self._body(request, requests.CreateSamplingSession)
-        sampler = self._service.create_sampler(
-            body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
-        )
+        with not_found():
+            sampler = self._service.create_sampler(
+                body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
+            )
         await self._service.sync()
         return json_response({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 

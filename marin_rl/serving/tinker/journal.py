@@ -84,11 +84,6 @@ class Journal:
         """Bytes of the file and its log."""
         return self._path.stat().st_size + self._log_path.stat().st_size
 
-    @property
-    def position(self) -> int:
-        """Position of the newest record."""
-        return self._appended
-
     def records(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yield all records in their order. Raise `UserError` if they are damaged."""
         with self._explained():
@@ -129,18 +124,18 @@ class Journal:
                 self._db.executemany("DELETE FROM records WHERE number = ?", pruned)
                 self._appended += 1
 
-    def sync(self, position: int) -> None:
-        """Wait until the record at a position, and all before it, are on the disk.
+    def sync(self, position: int | None = None) -> None:
+        """Wait until the record at a position, by default the newest, and all before it are on the disk.
 
         Raises:
             OSError: if that failed, now or earlier: the disk may have lost records that are in the file.
         """
         with self._syncing:
-            if self._synced >= position:
+            end = self._appended
+            if self._synced >= (end if position is None else position):
                 return
             if self._failure is not None:
                 raise self._failure
-            end = self._appended
             try:
                 with named_in_errors(self._path):
                     os.fsync(self._log.fileno())

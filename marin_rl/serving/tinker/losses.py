@@ -31,10 +31,10 @@ from marin_rl.batching.attention_kernel import AttentionKernel
 from marin_rl.batching.target_example import TargetExample
 from marin_rl.learner.attention_layers import context_shards
 from marin_rl.learner.blocks import head_arrays, shards_of
-from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import blockwise_logprobs, blockwise_top_logprobs, policy_activations
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import Frozen
+from marin_rl.models.lora import with_adapter
 from marin_rl.objectives.policy_loss import cispo_terms, importance_terms, ppo_clip_terms, reinforce_terms
 from marin_rl.serving.tinker.records import CLIP, LOSSES, ForwardBackward
 
@@ -108,7 +108,7 @@ def whole_model(trained: Any, batch: TargetExample, frozen: Frozen | None, kerne
     base = cast(Any, trained if frozen is None else frozen.base)
     # Parameters of an adapter have no attention kernel.
     model = with_config(base, kernel.configure(base.config, batch.input_ids.axis_size("position")))
-    return model if frozen is None else assemble(trained, model)
+    return model if frozen is None else with_adapter(model, trained)
 
 
 def target_logprobs(

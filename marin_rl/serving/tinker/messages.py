@@ -55,6 +55,8 @@ _UNDEFINED_LOGPROB = -99999.0
 MAX_PARTS = 2**20
 """Maximum number of fields of a request, those of all messages in it together. The SDK sends fewer: up to 1,024 data
 and 5 MB, of which a chunk has 3 fields and at least 16 bytes with its targets and weights."""
+_DATUM_BYTES = 1400
+"""Bytes in memory of a datum with three inputs, without their elements."""
 MAX_SPARSE_ELEMENTS = 2**25
 """Maximum number of elements of the sparse tensors of a request, zeros included."""
 
@@ -152,10 +154,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def parse_forward_backward(data: bytes) -> Any:
-    """Parse the message of a request without checking its content.
+    """Parse the message of a request without checking its data.
 
     Raises:
-        RequestError: if the bytes are not such a message, or it has too many parts.
+        RequestError: if the bytes are not such a message, or it has too many parts or no number.
     """
     if len(data) > MAX_PARTS:
         try:
@@ -167,6 +169,8 @@ def parse_forward_backward(data: bytes) -> Any:
         message.ParseFromString(data)
     except DecodeError as error:
         raise RequestError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
+    if message.seq_id < 1:
+        raise RequestError(f"seq_id is {message.seq_id}; it must be at least 1")
     return message
 
 
@@ -196,11 +200,17 @@ def forward_backward_of(message: Any) -> ForwardBackward:
         )
     if not message.data:
         raise RequestError("data is empty; send at least one datum")
-    config, sparse = _config(message, loss), _Budget(MAX_SPARSE_ELEMENTS)
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    # A few bytes may be many elements.
+    if sum(abs(math.prod(each.shape[:2])) for each in tensors if each.HasField("sparse_csr")) > MAX_SPARSE_ELEMENTS:
+        raise RequestError(f"the sparse tensors of data have more than {MAX_SPARSE_ELEMENTS} elements; send less data")
+    config = _config(message, loss)
     # Without weights a datum is only scored.
     optional = {"weights"} if message.forward_only else set()
-    data = tuple(_datum(datum, loss, optional, f"data[{index}]", sparse) for index, datum in enumerate(message.data))
-    return ForwardBackward(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only)
+    data = tuple(_datum(datum, loss, optional, f"data[{index}]") for index, datum in enumerate(message.data))
+    arrays = itertools.chain.from_iterable((tokens, *inputs.values()) for tokens, inputs in data)
+    size = _DATUM_BYTES * len(data) + sum(array.nbytes for array in arrays)
+    return ForwardBackward(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only, size)
 
 
 def _config(message: Any, loss: Loss) -> dict[str, float]:
@@ -224,19 +234,7 @@ def _config(message: Any, loss: Loss) -> dict[str, float]:
     return config
 
 
-class _Budget:
-    """Bounds memory that a few bytes can ask for."""
-
-    def __init__(self, elements: int) -> None:
-        self._left = elements
-
-    def use(self, elements: int, what: str) -> None:
-        self._left -= elements
-        if self._left < 0:
-            raise RequestError(f"{what}: the sparse tensors of the request have more than {MAX_SPARSE_ELEMENTS} cells")
-
-
-def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Budget) -> Datum:
+def _datum(message: Any, loss: Loss, optional: set[str], what: str) -> Datum:
     for chunk in message.model_input:
         for kind in ("image", "dmel"):
             if chunk.HasField(kind):
@@ -245,14 +243,13 @@ def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Bud
     tokens = _array(raw, np.dtype("<i4"), f"{what}.model_input")
     if not len(tokens) or tokens.min() < 0:
         raise RequestError(f"{what}.model_input must have at least one token, and no negative ones")
-    given, names = set(message.loss_fn_inputs), set(loss.inputs)
-    if unknown := sorted(given - names):
-        raise RequestError(f"{what}: the loss has no input {unknown[0]!r:.100}; its inputs are {sorted(names)}")
-    if missing := sorted(names - given - optional):
+    given = set(message.loss_fn_inputs)
+    if unknown := sorted(given - loss.inputs):
+        raise RequestError(f"{what}: the loss has no input {unknown[0]!r:.100}; its inputs are {sorted(loss.inputs)}")
+    if missing := sorted(loss.inputs - given - optional):
         raise RequestError(f"{what}: the loss needs the input {missing[0]!r}")
     inputs = {
-        name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens), sparse)
-        for name in sorted(given)
+        name: _tensor(message.loss_fn_inputs[name], name, f"{what}.{name}", len(tokens)) for name in sorted(given)
     }
     shape = inputs[TARGETS].shape
     if len(shape) == 2 and not (loss.takes_top_k and shape[1] <= MAX_TOPK):
@@ -264,13 +261,13 @@ def _datum(message: Any, loss: Loss, optional: set[str], what: str, sparse: _Bud
     return Datum(tokens, inputs)
 
 
-def _tensor(message: Any, name: str, what: str, length: int, sparse: _Budget) -> np.ndarray:
+def _tensor(message: Any, name: str, what: str, length: int) -> np.ndarray:
     """Return an input of the loss, checked against the length of its sequence."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise RequestError(f"{what} has dtype number {message.dtype}; use float32 (1) or int64 (2)")
     if message.HasField("sparse_csr"):
-        values = _from_csr(message, dtype, what, length, sparse)
+        values = _from_csr(message, dtype, what, length)
     else:
         values = _array(message.dense, dtype, what)
         if len(message.shape) > 2:
@@ -290,12 +287,11 @@ def _tensor(message: Any, name: str, what: str, length: int, sparse: _Budget) ->
     return values.astype(np.float32, copy=False)
 
 
-def _from_csr(message: Any, dtype: np.dtype, what: str, length: int, sparse: _Budget) -> np.ndarray:
+def _from_csr(message: Any, dtype: np.dtype, what: str, length: int) -> np.ndarray:
     """Return a matrix in compressed sparse rows with its zeros."""
     shape, csr = tuple(message.shape), message.sparse_csr
     if len(shape) != 2 or shape[0] != length or shape[1] < 1:
         raise RequestError(f"{what} is sparse and has shape {list(shape[:3])}; it must be [{length}, k]")
-    sparse.use(shape[0] * shape[1], what)
     values = _array(csr.values, dtype, what)
     starts, columns = (_array(part, np.dtype("<i8"), what) for part in (csr.crow_indices, csr.col_indices))
     is_valid = (

@@ -12,11 +12,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from marin_rl.serving.bodies import ApiError
+
 MAX_TOPK = 128
 """Maximum number of tokens of a position: of `topk_prompt_logprobs`, and of targets."""
 
 
-class RequestError(Exception):
+class RequestError(ApiError):
     """A request that cannot be served, by the fault of the client; the message names the value and the remedy."""
 
 
@@ -30,27 +32,23 @@ class Loss:
 
     factor: str
     """Name of the input that multiplies each term; a token whose factor is 0 has the term 0, except in `dro`."""
-    has_old: bool
-    """Whether the loss reads `logprobs`."""
+    inputs: frozenset[str]
+    """Names of all inputs."""
     takes_top_k: bool
     """Whether a position may have several targets."""
     settings: Mapping[str, float | None]
     """Names of settings and their defaults; None without one."""
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs."""
-        return (TARGETS, self.factor, "logprobs") if self.has_old else (TARGETS, self.factor)
-
 
 CLIP = ("clip_low_threshold", "clip_high_threshold")
 """Settings of losses with a clipped ratio."""
+_POLICY = "advantages", frozenset({TARGETS, "advantages", "logprobs"})
 LOSSES = {
-    "cross_entropy": Loss("weights", has_old=False, takes_top_k=True, settings={}),
-    "importance_sampling": Loss("advantages", has_old=True, takes_top_k=True, settings={}),
-    "ppo": Loss("advantages", has_old=True, takes_top_k=False, settings=dict(zip(CLIP, (0.8, 1.2), strict=True))),
-    "cispo": Loss("advantages", has_old=True, takes_top_k=False, settings=dict(zip(CLIP, (0.0, 4.0), strict=True))),
-    "dro": Loss("advantages", has_old=True, takes_top_k=False, settings={"beta": None}),
+    "cross_entropy": Loss("weights", frozenset({TARGETS, "weights"}), takes_top_k=True, settings={}),
+    "importance_sampling": Loss(*_POLICY, takes_top_k=True, settings={}),
+    "ppo": Loss(*_POLICY, takes_top_k=False, settings=dict(zip(CLIP, (0.8, 1.2), strict=True))),
+    "cispo": Loss(*_POLICY, takes_top_k=False, settings=dict(zip(CLIP, (0.0, 4.0), strict=True))),
+    "dro": Loss(*_POLICY, takes_top_k=False, settings={"beta": None}),
 }
 
 
@@ -78,6 +76,8 @@ class ForwardBackward:
     """Settings of the loss, such as `clip_low_threshold`."""
     forward_only: bool
     """Whether no gradient is added."""
+    size: int = 0
+    """Bytes in memory, about, of a request that was parsed."""
 
 
 class LossOutputs(NamedTuple):

@@ -20,7 +20,7 @@ from marin_rl.serving.bodies import ApiError
 from marin_rl.serving.tinker import requests
 from marin_rl.serving.tinker.checkpoints import ServedModel
 from marin_rl.serving.tinker.journal import RecordedError
-from marin_rl.serving.tinker.records import ModelSpec, RequestError, Trainer
+from marin_rl.serving.tinker.records import ForwardBackward, ModelSpec, RequestError, Trainer
 from marin_rl.serving.tinker.state import Model, Promise, Sampler, ServerState, Session
 from marin_rl.serving.tinker.trainer_thread import EPHEMERAL_SAMPLERS, Limits, TrainerThread
 
@@ -45,14 +45,7 @@ class Service:
             UserError: if another server uses the folder, or if the folder belongs to another base model.
         """
         self._state, self._limits, self._trainer = ServerState(folder, base), limits, trainer
-        self._thread = TrainerThread(
-            self._state,
-            trainer,
-            limits,
-            self._fail,
-            on_sampled=lambda number: self.on_sampled(number),
-            on_step=lambda line: self.on_step(line),
-        )
+        self.thread = TrainerThread(self._state, trainer, limits, self._fail)
         self._asked: dict[str, float] = {}
         """When models were asked for that wait for the end of another session, by their ids."""
         self.checkpoints = self._state.checkpoints
@@ -60,14 +53,10 @@ class Service:
         """Error that ended the thread."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called in the thread when it fails."""
-        self.on_sampled: Callable[[int], None] = lambda number: None
-        """Called with the number of tokens of a result."""
-        self.on_step: Callable[[str], None] = lambda line: None
-        """Called with a line about an optimizer step."""
 
     def start(self) -> None:
         """Begin to run operations."""
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """Run no further operations, and answer clients that wait."""
@@ -80,7 +69,7 @@ class Service:
     def close(self) -> None:
         """Wait for the operation that runs, and close the journal."""
         self.stop()
-        self._thread.join()
+        self.thread.join()
         self._state.journal.close()
 
     def _fail(self, error: Exception) -> None:
@@ -186,7 +175,9 @@ class Service:
                 data,
             )
 
-    def operate(self, model: str, seq: int, kind: str, body: bytes, problem: Exception | None = None) -> Promise:
+    def operate(
+        self, model: str, seq: int, kind: str, body: bytes, parsed: ForwardBackward | ApiError | None = None
+    ) -> Promise:
         """Accept an operation of a model, at its place in the order of `seq`.
 
         Args:
@@ -194,7 +185,8 @@ class Service:
             seq: number of the operation.
             kind: name of the operation.
             body: canonical bytes of the request.
-            problem: why the request is invalid; it uses up its number, because the client goes on with the next one.
+            parsed: the request, which is not parsed again while there is memory for it; or why it is invalid, which
+                uses up its number, because the client goes on with the next one.
 
         Raises:
             ApiError: if the request is refused.
@@ -219,13 +211,17 @@ class Service:
                 "model": model,
                 "seq": seq,
             }
-            if problem is not None:
-                self._state.record({"record": "refused", **header, "message": str(problem)})
-                raise problem if isinstance(problem, ApiError) else ApiError(str(problem))
+            if isinstance(parsed, ApiError):
+                self._state.record({"record": "refused", **header, "message": str(parsed)})
+                raise parsed
             # Others may wait for the next operation, so it is always accepted.
             if seq != trained.next:
                 self._check_capacity(len(body))
-            return self._accept({"record": "operation", **header}, body)
+            promise = self._accept({"record": "operation", **header}, body)
+            if parsed is not None and self._state.waiting_bytes + parsed.size <= MAX_WAITING_BYTES:
+                self._state.waiting_bytes += parsed.size - promise.size
+                promise.body, promise.parsed = b"", parsed
+            return promise
 
     def unload(self, model: str) -> Promise:
         """Drop a model after the operations that are ready. Raise `ApiError` if there is none."""
@@ -249,7 +245,7 @@ class Service:
         """Begin a sampling session of the base model or of a checkpoint. Wait with `sync` before the answer.
 
         Raises:
-            ApiError: if the session or the checkpoint does not exist.
+            ApiError: if the session, the base model or the checkpoint does not exist.
         """
         with self._state.lock:
             self._check_open()
@@ -259,16 +255,13 @@ class Service:
                 if known.is_ephemeral or known.model_path != path:
                     raise ApiError(f"the sampling session {id!r} exists, and samples from other weights")
                 return known
-            try:
-                if path is not None:
-                    info = self.checkpoints.info(self.checkpoints.existing(path))
-                    base_model = base_model or info["base_model"]
-                elif base_model is not None:
-                    self._state.base.check_name(base_model)
-                else:
-                    raise RequestError("give base_model or model_path")
-            except RequestError as error:
-                raise ApiError(str(error), status=HTTPStatus.NOT_FOUND) from error
+            if path is not None:
+                info = self.checkpoints.info(self.checkpoints.existing(path))
+                base_model = base_model or info["base_model"]
+            elif base_model is not None:
+                self._state.base.check_name(base_model)
+            else:
+                raise RequestError("give base_model or model_path")
             names = {"id": id, "session": session, "base_model": base_model, "model_path": path, "ephemeral": None}
             self._state.record({"record": "sampler", **names})
             return self._state.samplers[id]
@@ -298,10 +291,7 @@ class Service:
                 return known
             sampler = self.sampler(body.sampling_session_id)
             self.session(sampler.session)
-            try:
-                body.params(0)
-            except RequestError as error:
-                raise ApiError(str(error)) from error
+            body.params(0)
             waiting = sum(map(len, self._state.waiting.values()))
             if waiting >= MAX_WAITING_SAMPLES:
                 raise busy(f"{waiting} requests wait for samples")
@@ -314,8 +304,7 @@ class Service:
     async def sync(self, promise: Promise | None = None) -> None:
         """Wait until a request, or all so far, are on the disk."""
         self._state.loop = asyncio.get_running_loop()
-        position = self._state.journal.position if promise is None else promise.position
-        await asyncio.to_thread(self._state.journal.sync, position)
+        await asyncio.to_thread(self._state.journal.sync, None if promise is None else promise.position)
 
     async def retrieve(self, id: str, seconds: float) -> Promise | None:
         """Wait for a result, at most `seconds`; None if there is none yet. It is kept for a while after this.

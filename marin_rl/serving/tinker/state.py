@@ -34,7 +34,7 @@ from typing import Any
 from marin_rl.serving.tinker import checkpoints
 from marin_rl.serving.tinker.checkpoints import Checkpoints, ServedModel
 from marin_rl.serving.tinker.journal import Journal, RecordedError
-from marin_rl.serving.tinker.records import ModelSpec
+from marin_rl.serving.tinker.records import ForwardBackward, ModelSpec
 from marin_rl.serving.tinker.requests import canonical_json
 from marin_rl.utils.errors import UserError
 
@@ -66,7 +66,9 @@ class Promise:
     """Hash of the body, which a repetition must have, too."""
     session: str
     body: bytes = b""
-    """The request, until it is done."""
+    """The request, until it is done, or until `parsed` replaces it."""
+    parsed: ForwardBackward | None = None
+    """The request, if it was parsed since the start, until it has a result."""
     created: float = dataclasses.field(default_factory=time.monotonic)
     position: int = 0
     """In the journal."""
@@ -78,6 +80,11 @@ class Promise:
     is_waiting: bool = False
     """Whether this is a sample that waits for the trainer, or is sampled."""
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the request in memory, about."""
+        return len(self.body) if self.parsed is None else self.parsed.size
 
 
 @dataclasses.dataclass
@@ -277,7 +284,8 @@ class ServerState:
 
     def _set_result(self, promise: Promise, form: str, result: bytes) -> None:
         if promise.result is None:
-            self.waiting_bytes -= len(promise.body)
+            self.waiting_bytes -= promise.size
+            promise.parsed = None
             self.result_bytes += len(result)
             promise.result, promise.form, promise.finished = result, form, time.monotonic()
         if promise.kind == "sample":
@@ -399,7 +407,7 @@ class ServerState:
     def _drop_promise(self, promise: Promise) -> None:
         del self.promises[promise.id]
         self.result_bytes -= len(promise.result or b"")
-        self.waiting_bytes -= len(promise.body) if promise.result is None else 0
+        self.waiting_bytes -= promise.size if promise.result is None else 0
 
 
 def error_body(message: str, category: str) -> bytes:

@@ -32,12 +32,11 @@ from marin_rl.batching.rows import Rows, find_prompts
 from marin_rl.batching.target_example import PackedTargets, TargetExample, pack_targets
 from marin_rl.learner.base_weights import fingerprint
 from marin_rl.learner.config import LoraConfig
-from marin_rl.learner.critic import assemble
 from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import AccumulatedState, Frozen, Learner, Loss, StepwiseAdamW, zero_gradient
-from marin_rl.models.lora import RANK, Adapter, merge_adapter
+from marin_rl.models.lora import RANK, Adapter, merge_adapter, with_adapter
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
@@ -452,7 +451,7 @@ class JaxTrainer:
         with self._trainer.use_device_mesh(), hax.axis_mapping(self._trainer.parameter_axis_mapping):
             if not isinstance(trained, Adapter):
                 return mp.cast_to_compute(trained)
-            return _merge(assemble(mp.cast_to_compute(trained), self._base), mp)
+            return _merge(with_adapter(self._base, mp.cast_to_compute(trained)), mp)
 
     def _evaluate(self, trained: Any, purpose: str, prompts: Sequence[Sequence[int]], loss: Loss) -> list[Any]:
         """Return the arrays that a loss reports of each prompt, under trained weights or, for None, the base."""

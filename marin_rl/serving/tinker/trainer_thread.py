@@ -54,13 +54,7 @@ class TrainerThread:
     """Runs the operations of the state."""
 
     def __init__(
-        self,
-        state: ServerState,
-        trainer: Trainer,
-        limits: Limits,
-        on_failed: Callable[[Exception], None],
-        on_sampled: Callable[[int], None],
-        on_step: Callable[[str], None],
+        self, state: ServerState, trainer: Trainer, limits: Limits, on_failed: Callable[[Exception], None]
     ) -> None:
         """Create the thread.
 
@@ -69,11 +63,12 @@ class TrainerThread:
             trainer: used by this thread only.
             limits: times.
             on_failed: called in the thread with the error that ends it.
-            on_sampled: called with the number of tokens of a result.
-            on_step: called with a line about an optimizer step.
         """
-        self.state, self._trainer, self._limits = state, trainer, limits
-        self._on_failed, self.on_sampled, self._on_step = on_failed, on_sampled, on_step
+        self.state, self._trainer, self._limits, self._on_failed = state, trainer, limits, on_failed
+        self.on_sampled: Callable[[int], None] = lambda number: None
+        """Called with the number of tokens of a result."""
+        self.on_step: Callable[[str], None] = lambda line: None
+        """Called with a line about an optimizer step."""
         self._swept, self._unsaved = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
 
@@ -157,7 +152,7 @@ class TrainerThread:
             except Exception as error:
                 message = full_disk(error) or describe(error)
                 self.state.fail(promise, f"the server failed: {message}", "server")
-                self.state.journal.sync(self.state.journal.position)
+                self.state.journal.sync()
                 if not (isinstance(error, OSError) and (promise.kind in _WRITES or model.next == 0)):
                     raise
                 logger.warning("%s: cannot write its files: %s", promise.id, message)
@@ -177,7 +172,8 @@ class TrainerThread:
     def _operate(self, model: Model, promise: Promise) -> tuple[str, bytes]:
         """Run an operation; return form and content of its result."""
         if promise.kind in ("forward_backward", "forward"):
-            return "protobuf", write_outputs(self._trainer.forward_backward(read_forward_backward(promise.body)))
+            request = promise.parsed or read_forward_backward(promise.body)
+            return "protobuf", write_outputs(self._trainer.forward_backward(request))
         values = json.loads(promise.body)
         match promise.kind:
             case "create_model":
@@ -189,7 +185,7 @@ class TrainerThread:
             case "optim_step":
                 metrics = self._trainer.optim_step(requests.OptimStep(**values).params())
                 figures = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-                self._on_step(f"{time.strftime('%H:%M:%S')} {promise.id}: optim_step, {figures}")
+                self.on_step(f"{time.strftime('%H:%M:%S')} {promise.id}: optim_step, {figures}")
                 result = {"metrics": metrics}
             case "load_weights":
                 self._load(model, requests.LoadWeights(**values))
@@ -309,7 +305,7 @@ class TrainerThread:
         try:
             with self.state.lock:
                 self.state.forget()
-            self.state.journal.sync(self.state.journal.position)
+            self.state.journal.sync()
         except OSError as error:
             # The records remain valid, and may name the recovery state.
             logger.warning("cannot shorten the journal: %s", error)

@@ -175,7 +175,7 @@ def test_threads_that_wait_share_a_sync(tmp_path: Path, monkeypatch: pytest.Monk
         may_leave.set()
         for thread in (first, *others):
             thread.join(30)
-        journal.sync(journal.position)
+        journal.sync()
         assert len(calls) == 2
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,16 @@ def test_refuses_sparse_rows_that_do_not_fit(rows: list[int], columns: list[int]
         read_forward_backward(message.SerializeToString())
 
 
+@pytest.mark.parametrize("shape", [[3, 2**40], [-3, -(2**40)], [2**62, 2**62, 2**62]])
+def test_sparse_tensors_of_too_many_elements_are_refused_before_they_are_built(shape: list[int]) -> None:
+    message = message_of()
+    weights = message.data[0].loss_fn_inputs["weights"]
+    sparse(np.ones((3, 2), np.float32), weights, 1)
+    _set(message, "weights", shape=shape)
+    with pytest.raises(RequestError, match="sparse tensors"):
+        read_forward_backward(message.SerializeToString())
+
+
 def test_only_some_losses_take_several_targets() -> None:
     for loss, is_allowed in (("importance_sampling", True), ("ppo", False), ("cispo", False), ("dro", False)):
         message = message_of(loss=loss, inputs={"logprobs": -1.0, "advantages": 1.0})
@@ -273,6 +284,19 @@ def test_shapes_of_many_sizes_are_refused(sizes: list[int]) -> None:
     _set(message, "weights", shape=sizes)
     with pytest.raises(RequestError, match=rf"weights has {len(sizes)} sizes"):
         read_forward_backward(message.SerializeToString())
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_the_size_of_a_request_is_its_memory(length: int) -> None:
+    data = body("m", 1, [[7] * length] * 200, loss="ppo", inputs={"logprobs": -1.0, "advantages": 1.0})
+    read_forward_backward(data)
+    tracemalloc.start()
+    try:
+        request = read_forward_backward(data)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * request.size < held < 1.1 * request.size
 
 
 def test_prefers_the_newer_config() -> None:

@@ -27,7 +27,7 @@ from marin_rl.serving.tinker import requests, trainer_thread
 from marin_rl.serving.tinker import service as service_module
 from marin_rl.serving.tinker.checkpoints import ServedModel
 from marin_rl.serving.tinker.journal import Journal
-from marin_rl.serving.tinker.messages import message_class
+from marin_rl.serving.tinker.messages import message_class, read_forward_backward
 from marin_rl.serving.tinker.records import ForwardBackward, LossOutputs, RequestError, SampleSource
 from marin_rl.serving.tinker.service import Service
 from marin_rl.serving.tinker.trainer_thread import Limits
@@ -102,6 +102,31 @@ def test_a_repetition_may_have_another_number_of_its_sampling_session(wire: Wire
     wire.post("create_sampling_session", session_id=session, sampling_session_seq_id=2, base_model="base")
     wire.result(wire.operate("save_weights_for_sampler", model, 2, sampling_session_seq_id=2))
     assert wire.weight(f"{session}:sample:2") == 9
+
+
+@pytest.mark.parametrize(("limit", "times"), [(4000, 1), (1000, 2)])
+def test_requests_are_parsed_once_while_there_is_memory(
+    limit: int, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = []
+
+    def read(data: bytes) -> ForwardBackward:
+        again.append(data)
+        return read_forward_backward(data)
+
+    monkeypatch.setattr(service_module, "MAX_WAITING_BYTES", limit)
+    monkeypatch.setattr(trainer_thread, "read_forward_backward", read)
+    with serving(tmp_path) as (url, _):
+        wire = Wire(url)
+        model = wire.begin()
+        for first in range(1, 11, 2):
+            # Two wait at the same time, and give back their memory.
+            for seq in (first + 1, first):
+                assert wire.forward_backward(model, seq, [[seq]]).status_code == 200
+            wire.result(f"{model}:{first + 1}")
+        losses = [fake_loss([[seq]]) for seq in range(1, 11)]
+        assert wire.step(model, 11)["weight"] == 0.9 * 9 + 0.5 * gradient(*losses)
+    assert len(again) == 10 * (times - 1)
 
 
 def test_forward_leaves_the_gradient(wire: Wire) -> None:
@@ -572,7 +597,7 @@ def test_a_dropped_sum_stays_dropped_after_a_restart(tmp_path: Path, state_secon
     with serving(tmp_path, limits=Limits(state=state_seconds)) as (url, service):
         wire = Wire(url)
         lines: list[str] = []
-        service.on_step = lines.append
+        service.thread.on_step = lines.append
         model = wire.begin()
         assert wire.step(model, 1)["weight"] == 0.9 * 9
         wire.result(wire.forward_backward(model, 2, [[10**6]]).json()["request_id"])
