@@ -238,7 +238,7 @@ class LlmJudge:
     async def _ask(
         self, values: dict[str, str], read: Callable[[Mapping[str, Any]], T], rollouts: int = 1
     ) -> tuple[T, str, dict[str, float]]:
-        """Query the judge until `read` accepts its verdict; return its result, the answer, and each rollout's metrics."""
+        """Query the judge until `read` accepts its verdict; return its result, the answer, and metrics."""
         usage = collections.Counter(retries=0)
         while True:
             try:
