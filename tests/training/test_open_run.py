@@ -78,11 +78,11 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
 ) -> None:
     calls: list[object] = []
 
-    def make(config: SandboxConfig) -> Sandbox:
+    def build(config: SandboxConfig) -> Sandbox:
         calls.append(config)
         return Sandbox(config)
 
-    monkeypatch.setattr("marin_rl.parts.rl.Sandbox", make)
+    monkeypatch.setattr(SandboxConfig, "build", build)
     monkeypatch.setattr(
         open_run, "_open_rollout_source", lambda parts, inputs, runner, *_: local_rollouts(parts.config, runner)
     )
