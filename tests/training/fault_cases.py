@@ -65,15 +65,16 @@ def is_alive(pid: int) -> bool:
 
 def recorded_sandboxes(patched: pytest.MonkeyPatch) -> list[Any]:
     """Record the sandboxes that runs create from now on, in order of creation."""
+    from marin_rl.rewards.sandbox.config import SandboxConfig
     from marin_rl.rewards.sandbox.pool import Sandbox
 
     sandboxes: list[Any] = []
 
-    def make(config: Any) -> Sandbox:
+    def build(config: Any) -> Sandbox:
         sandboxes.append(Sandbox(config))
         return sandboxes[-1]
 
-    patched.setattr("marin_rl.parts.rl.Sandbox", make)
+    patched.setattr(SandboxConfig, "build", build)
     return sandboxes
 
 

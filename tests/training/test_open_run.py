@@ -91,6 +91,7 @@ def test_trainer_opens_reward_functions_only_if_it_runs_episodes(
         mode=Mode.ASYNC,
         evaluation=EvaluationConfig(tasks=tasks),
         warm_start=WarmStartConfig(max_steps=0),
+        sandbox=SandboxConfig(workers=3),
     )
     run.close()
-    assert len(calls) == opened
+    assert calls.count(SandboxConfig(workers=3)) == opened
