@@ -5,13 +5,14 @@
 
 All processes together have four fake CPU devices, which alternate in the mesh, as on a TPU slice the devices of a host
 need not be adjacent. They make a few updates, score some rollouts, sample, save and load a
-checkpoint, and serve the weights, each its own shards, until their input ends. Each prints its results as a JSON line.
+checkpoint, and serve the weights, each its own shards, until SIGTERM. Each prints its results as a JSON line.
 """
 
 import dataclasses
 import json
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -232,8 +233,10 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "sampled": [sample(model_axis) for model_axis in MODEL_AXES],
         "addresses": multihost.gather_texts(sender.address),
     }
+    closed = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: closed.set())
     print(json.dumps(facts), flush=True)
-    sys.stdin.read()
+    closed.wait()
     sender.close()
 
 

@@ -8,9 +8,9 @@ import dataclasses
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from marin_rl.distributed.weight_server import FlightSource
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.runs.saved_checkpoint import open_checkpoint
 from tests.cpu_host import cpu_host
+from tests.fork_server import ForkedProcess, popen
 from tests.free_port import free_port
 from tests.learner.distributed_training import DEVICES
 
@@ -45,41 +46,33 @@ class Process:
     arrays: dict[str, np.ndarray]
 
 
-def start(folder: Path, index: int, count: int, port: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, **cpu_host(DEVICES // count)}
-    with (folder / f"said-{index}.txt").open("w") as errors:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.learner.distributed_training",
-                str(folder),
-                str(index),
-                str(count),
-                str(port),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        )
+def start(folder: Path, index: int, count: int, port: int) -> ForkedProcess:
+    command = [sys.executable, "-m", "tests.learner.distributed_training", *map(str, (folder, index, count, port))]
+    outputs = (folder / f"facts-{index}.txt", folder / f"said-{index}.txt")
+    with outputs[0].open("wb") as stdout, outputs[1].open("wb") as stderr:
+        return popen(command, stdout=stdout, stderr=stderr, env={**os.environ, **cpu_host(DEVICES // count)})
 
 
-def read_facts(process: subprocess.Popen[str]) -> str:
-    """Return the line of JSON, or an empty string if the process fails; gloo writes to the same stream."""
-    assert process.stdout is not None
-    return next((line for line in process.stdout if line.startswith("{")), "")
+def read_facts(process: ForkedProcess, file: Path) -> str:
+    """Wait for the line of JSON; an empty string if the process fails. Gloo writes to the same stream."""
+    while True:
+        has_ended = process.poll() is not None
+        for line in file.read_text().splitlines(keepends=True):
+            if line.startswith("{") and line.endswith("\n"):
+                return line
+        if has_ended:
+            return ""
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def training(folders: dict[int, Path]) -> Iterator[dict[int, list[Process]]]:
     """Train in each of these numbers of processes, all at the same time, with a folder for each."""
     with contextlib.ExitStack() as opened:
-        running: dict[int, list[subprocess.Popen[str]]] = {}
+        running: dict[int, list[ForkedProcess]] = {}
         for count, folder in folders.items():
             port = free_port()
-            running[count] = [opened.enter_context(start(folder, index, count, port)) for index in range(count)]
+            running[count] = [start(folder, index, count, port) for index in range(count)]
         for process in itertools.chain(*running.values()):
             opened.callback(process.kill)
             timer = threading.Timer(SECONDS, process.kill)
@@ -87,7 +80,9 @@ def training(folders: dict[int, Path]) -> Iterator[dict[int, list[Process]]]:
             timer.start()
         found: dict[int, list[Process]] = {}
         for count, processes in running.items():
-            lines = [read_facts(process) for process in processes]
+            lines = [
+                read_facts(process, folders[count] / f"facts-{index}.txt") for index, process in enumerate(processes)
+            ]
             for index, line in enumerate(lines):
                 assert line, f"process {index} of {count}: {said(folders[count], index)}"
             found[count] = [
@@ -98,8 +93,7 @@ def training(folders: dict[int, Path]) -> Iterator[dict[int, list[Process]]]:
         for count, processes in running.items():
             # Close all of them: each waits for the others at its end.
             for process in processes:
-                assert process.stdin is not None
-                process.stdin.close()
+                process.terminate()
             for index, process in enumerate(processes):
                 assert process.wait() == 0, said(folders[count], index)
 
