@@ -3,6 +3,8 @@
 
 """Run a job of another program: `python -m marin_rl.run_job job.json result.json`."""
 
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,8 +19,8 @@ def argument_parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
         "python -m marin_rl.run_job",
-        description="Start or resume the run of a job, and write its result. The status is 0 if it succeeded, "
-        f"{os.EX_TEMPFAIL} if another attempt may succeed, and 1 if not.",
+        description="Start or resume the run of a job, and write and print its result. The status is 0 if it "
+        f"succeeded, {os.EX_TEMPFAIL} if another attempt may succeed, and 1 if not.",
     )
     parser.add_argument("job", metavar="JOB.json", help="config, inputs with their checksums, run_dir and attempt")
     parser.add_argument("result", metavar="RESULT.json", help="path or address of the result, written at the end")
@@ -36,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     given = argument_parser().parse_args(arguments)
     result = attempt_to_file(Path(given.job), given.result)
+    print(json.dumps(dataclasses.asdict(result)))
     if result.state == "succeeded":
         return 0
     return os.EX_TEMPFAIL if result.can_be_retried else 1

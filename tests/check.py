@@ -33,6 +33,8 @@ OTHER_TESTS = (
     "tests/tokenization",
     "tests/batching/test_rl_example.py",
     "tests/config",
+    "tests/pods/test_launch.py",
+    "tests/pods/test_preflight.py",
     "tests/runs/test_array_files.py",
     "tests/runs/test_checkpoint.py",
     "tests/utils/devices",
@@ -40,7 +42,7 @@ OTHER_TESTS = (
     "tests/utils/test_levanter_line.py",
     "tests/training/test_loop.py",
 )
-"""The tests that run on both lines: what calls levanter, haliax, jax or transformers directly, and short runs."""
+"""The tests that run on both lines: what calls levanter, haliax, jax, transformers or Iris directly, and short runs."""
 OTHER_MEDIUM_TESTS = (
     "tests/models",
     "tests/learner/test_hf_export.py",
@@ -48,6 +50,9 @@ OTHER_MEDIUM_TESTS = (
     "tests/learner/test_policy_model.py",
     "tests/learner/test_scoring.py",
     "tests/learner/test_train_step.py",
+    "tests/pods/test_iris_jobs.py",
+    "tests/pods/test_launch.py",
+    "tests/pods/test_preflight.py",
     "tests/runs/test_checkpoint.py",
     "tests/sampling/test_cached_model.py",
     "tests/training/test_loop.py",
@@ -61,7 +66,7 @@ OTHER_MEDIUM_TESTS = (
         )
     ),
 )
-"""Those that are marked `medium`: conversion, updates, scores, export, adapters, sampling, checkpoints, a server."""
+"""Those marked `medium`: conversion, updates, scores, export, adapters, sampling, checkpoints, servers, launches."""
 
 Checks = list[tuple[str, list[str]]]
 """The name and command of each check."""

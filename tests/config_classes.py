@@ -16,8 +16,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.data.config import DataConfig
 from marin_rl.environments.arithmetic import ArithmeticConfig
 from marin_rl.evaluate import EvaluateConfig
-from marin_rl.pods.config import SlicesConfig, TpuConfig
-from marin_rl.pods.local import LocalConfig
+from marin_rl.pods.config import LaunchConfig
 from marin_rl.rewards.component import RewardScope
 from marin_rl.sampling.config import ReloadConfig
 from marin_rl.serving.options import ChatConfig, ServeConfig, TinkerConfig
@@ -61,11 +60,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "PolicyReferenceConfig": {"weights": PolicyWeights.AVERAGE},
     "ReferencesByEnvironmentConfig": {"references": {"arithmetic": InitialReferenceConfig()}},
     "ServerReferenceConfig": {"base_url": "http://localhost", "model": "teacher"},
-    "SlicesConfig": {"tpu_type": "v5p-8"},
     "TextArenaConfig": {"id": "Nim-v0"},
     "TextGameConfig": {"id": "FrozenLake-v1"},
     "ToolUseConfig": {"questions": ArithmeticConfig()},
-    "TpuConfig": {"tpu_name": "pod", "zone": "us-east5-a", "slices": SlicesConfig("v5p-8")},
     "VerifiersConfig": {"taskset": "x"},
     "SftConfig": {"data": DataConfig("rows.jsonl"), "run_dir": "run", "initialize_from": "model"},
     "TrainConfig": {"environment": ArithmeticConfig(), "run_dir": "run", "initialize_from": "model"},
@@ -76,7 +73,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def config_classes() -> set[type]:
     """All dataclasses of marin_rl in the configs of the commands, including the options of choices."""
     classes: set[type] = set()
-    commands = (EvaluateConfig, ChatConfig, ServeConfig, TinkerConfig, LocalConfig, TpuConfig)
+    commands = (EvaluateConfig, ChatConfig, ServeConfig, TinkerConfig, LaunchConfig)
     for root in (TrainConfig, SftConfig, DpoConfig, *commands):
         _collect(root, classes)
     return classes

@@ -25,7 +25,7 @@ import pytest
 import yaml
 from draccus.utils import is_choice_type
 
-from marin_rl import evaluate, export, plan, replay, run_job, train
+from marin_rl import evaluate, export, launch, plan, replay, run_job, train
 from marin_rl.config.command_line import merge, parse_config, read_arguments
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
@@ -33,9 +33,8 @@ from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.pods.chips import parse_topology
-from marin_rl.pods.config import TpuConfig
-from marin_rl.pods.launch import ACTIONS
-from marin_rl.pods.local import LocalConfig
+from marin_rl.pods.config import LaunchConfig
+from marin_rl.pods.preflight import COMMANDS
 from marin_rl.rewards import EvaluateResult, StepOutput
 from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.grading import GraderConfig
@@ -43,11 +42,13 @@ from marin_rl.serving.options import ChatConfig, ServeConfig, TinkerConfig
 from marin_rl.sessions.command import TRAIN_FLAGS
 from marin_rl.sessions.recipes import config_class, config_class_of
 from marin_rl.sessions.replay import parse_shape
+from marin_rl.utils.devices.slice_names import parse_slice
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError, field_types, plain_type, section_of
 from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
+from tests.needs_iris import NEEDS_IRIS
 from tests.tiny_run import TinyRun, make_run
 from tests.training.test_preference_run import make_run as make_dpo_run
 from tests.training.test_preference_run import train as train_dpo
@@ -114,14 +115,24 @@ def config_error(*layers: str) -> str:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_yaml_decodes(text: str, extending: None) -> None:
-    if text.startswith("tpu_name:"):
-        assert decode(TpuConfig, parse_yaml(text, "the page"))
-        return
     values = parse_yaml(text, "the page")
     kind = config_class(values)
     config: Any = whole_config(text) if kind is TrainConfig else decode(kind, values)
     for section in values:
         assert getattr(config, section) is not None
+
+
+@NEEDS_IRIS
+@pytest.mark.parametrize("text", blocks('yaml title="pods.yaml"'))
+def test_iris_reads_the_cluster_file_and_has_its_slices(text: str, tmp_path: Path) -> None:
+    from iris.cluster.config import load_config, validate_config
+
+    file = tmp_path / "pods.yaml"
+    file.write_text(text)
+    cluster = load_config(file)
+    validate_config(cluster)
+    hosts = {group.resources.device_variant: group.num_vms for group in cluster.scale_groups.values()}
+    assert hosts == {kind: parse_slice(kind).num_hosts for kind in ("v5litepod-4", "v5litepod-16", "v6e-8", "v6e-64")}
 
 
 @pytest.mark.parametrize("text", blocks("json"))
@@ -217,7 +228,12 @@ def shown_commands() -> list[Any]:
 def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch, extending: None) -> None:
     """Their options and the named experiments exist; nothing is run."""
     monkeypatch.chdir(ROOT)
-    module, *argv = ["experiments/rloo.yaml" if word == "other.yaml" else word for word in words]
+    check_command(["experiments/rloo.yaml" if word == "other.yaml" else word for word in words])
+
+
+def check_command(words: list[str]) -> None:
+    """Check the options of a command, and that the files exist that it names."""
+    module, *argv = words
     if "--help" in argv:
         with pytest.raises(SystemExit):
             train.main(argv)
@@ -251,21 +267,12 @@ def test_commands_have_valid_arguments(words: list[str], monkeypatch: pytest.Mon
 
 
 def check_launch(argv: list[str]) -> None:
-    """Check a command of marin_rl.launch, and the training arguments behind it."""
-    command, *rest = argv
-    own, training = (rest[: rest.index("--")], rest[rest.index("--") + 1 :]) if "--" in rest else (rest, [])
-    if command == "local":
-        parse_config(LocalConfig, own)
-    else:
-        assert command == "tpu"
-        # The launch files of the page do not exist here; their YAML blocks are tested.
-        assert own[1:3] in (["--config", "launch.yaml"], ["--config", "first.yaml"])
-        launch = ["--tpu_name", "a", "--zone", "us-east5-a", "--slices.tpu_type", "v5p-8", *own[3:]]
-        parse_config(TpuConfig, launch, ACTIONS[own[0]])
-    if command == "local" or own[0] == "start":
-        # The command sets the address of its own cluster.
-        cluster = ["--ray_address", "host:1"] if any("rollout_slices" in option for option in own) else []
-        assert parse_config(TrainConfig, [*training, *cluster]).config.run_dir
+    """Check a command of marin_rl.launch, and the command behind it."""
+    parsed = parse_config(LaunchConfig, argv[: argv.index("--")], launch.FLAGS)
+    assert (parsed.config.cluster is None) == ("local" in parsed.flags)
+    command, *arguments = argv[argv.index("--") + 1 :]
+    assert command in COMMANDS
+    check_command([f"marin_rl.{command}", *arguments])
 
 
 RUN = re.compile(r"(?<![\w/])(?:gs://[a-z]+/)?runs/[\w*-]+(?:/[\w*-]+)*(?![\w/*-]|\.py)")

@@ -78,6 +78,8 @@ def run_command(
             print(interrupted, file=sys.stderr)
             return 130
         except USER_ERRORS as error:
+            # As Python does for an error that it reports itself.
+            sys.last_exc = error  # type: ignore[attr-defined]
             print(f"error: {escape(explain(error, brief(str(error))))}", file=sys.stderr)
             return 1
         except (HelpShown, OutputError):

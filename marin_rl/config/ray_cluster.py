@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from marin_rl.config.sections import Mode
-from marin_rl.config.workers_config import GPU, TPU
+from marin_rl.config.workers_config import GPU, TPU, Engine, WorkersConfig
 from marin_rl.utils.devices.slice_names import SliceName, parse_slice
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import require_extra
@@ -34,18 +34,17 @@ def ray_version(named: SliceName) -> str:
     return {"v5e": "v5litepod"}.get(named.generation.name, named.generation.name)
 
 
-def check_ray(mode: Mode, tpu_slice: str | None) -> None:
-    """Check that Ray is installed, and knows the TPU slices of the workers; runs without workers need no Ray.
-
-    `tpu_slice` is `workers.tpu_slice`.
+def check_engine(mode: Mode, workers: WorkersConfig) -> None:
+    """Check that the engine of rollout workers is installed, and knows their TPU slices; `mode: sync` needs none.
 
     Raises:
         MissingPackageError: if it is not installed.
-        UserError: if it knows no slices of this shape.
+        UserError: if Ray knows no slices of this shape.
     """
     if mode is Mode.SYNC:
         return
-    require_extra("ray", "mode: async")
+    require_extra(workers.engine.value, "mode: async")
+    tpu_slice = None if workers.engine is Engine.IRIS else workers.tpu_slice
     if tpu_slice is None:
         return
     from ray._private.accelerators.tpu import TPUAcceleratorManager
@@ -111,8 +110,9 @@ def check_worker_devices(
         GPU: "Give trainer and workers separate GPUs: start Ray with the GPUs of the workers "
         "(CUDA_VISIBLE_DEVICES=4,5,6,7 ray start --head) and the trainer with the others "
         "(CUDA_VISIBLE_DEVICES=0,1,2,3, ray_address: 127.0.0.1:6379) and workers.resources: {GPU: 1}",
-        TPU: "Give the workers TPU slices of their own: `python -m marin_rl.launch tpu` with rollout_slices, or a Ray "
-        "cluster of their hosts at ray_address, and workers.tpu_slice or workers.resources: {TPU: 4}",
+        TPU: "Give the workers TPU slices of their own: workers: {engine: iris, tpu_slice: v5p-8} in a job of "
+        "marin_rl.launch, or a Ray cluster of their hosts at ray_address, and workers.tpu_slice or workers.resources: "
+        "{TPU: 4}",
     }[kind]
     if not {GPU, TPU} & reserved.keys() and not asks_server:
         raise WorkerDevicesError(

@@ -23,6 +23,15 @@ CPU, GPU, TPU = "CPU", "GPU", "TPU"
 """Ray's names of its predefined resources."""
 
 
+class Engine(enum.StrEnum):
+    """What starts rollout workers, and starts them again after failures."""
+
+    RAY = "ray"
+    """Ray: on this machine, or in a cluster at `ray_address`."""
+    IRIS = "iris"
+    """Iris: jobs of the cluster on which `marin_rl.launch` has started the trainer."""
+
+
 class Refresh(enum.StrEnum):
     """When a rollout worker loads newer weights."""
 
@@ -71,16 +80,18 @@ class WorkerMeshConfig(ConfigSection):
 class WorkersConfig(ConfigSection):
     """Rollout workers. Each is a process with its own sampler."""
 
+    engine: Engine = Engine.RAY
+    """What starts the workers: `ray`, or `iris` in a job of `marin_rl.launch`."""
     num_workers: Annotated[int, Ge(1), "or mode: sync"] = 1
     """Number of workers."""
     resources: dict[str, float] = dataclasses.field(default_factory=dict)
     """Resources that Ray reserves for each worker: `CPU` (1 if not set), `GPU`, `TPU` (chips: 1, 2, 4 or 8 of one
     host), and custom resources of the cluster's machines. A worker opens only what it reserves: without `GPU` and `TPU`
-    it runs on the CPU."""
+    it runs on the CPU. Iris reserves `CPU` or a `tpu_slice`."""
     tpu_slice: str | None = None
     """Topology of a TPU slice, such as v5e:4x4, or its type, such as v5e-16. Slices of the cluster are then reserved as
     a whole, with a worker on each host that has all chips of the host; `num_workers` is a multiple of a slice's hosts.
-    Null: Ray chooses the machine of each worker by `resources`."""
+    Null: the engine chooses the machine of each worker by `resources`."""
     mesh: WorkerMeshConfig | None = None
     """Mesh of the devices of each worker; null: the axes of `trainer`, which must then divide them."""
     precision: jmp.Policy | None = None
@@ -128,15 +139,17 @@ class WorkersConfig(ConfigSection):
         Yields:
             Messages that name the keys.
         """
-        if ray_address is None and (others := sorted(self.reserved.keys() - {CPU, GPU, TPU})):
+        if self.engine is Engine.IRIS:
+            yield from self._iris_problems(ray_address)
+        elif ray_address is None and (others := sorted(self.reserved.keys() - {CPU, GPU, TPU})):
             yield (
                 f"workers.resources has {others[0]!r}, but ray_address is not set, and the cluster that the run starts "
                 "on this machine has no such resource; set ray_address to a cluster that offers it"
             )
-        if ray_address is None and self.tpu_slice is not None:
+        elif ray_address is None and self.tpu_slice is not None:
             yield (
-                f"workers.tpu_slice is {self.tpu_slice}, but ray_address is not set; use `python -m marin_rl.launch "
-                "tpu` with rollout_slices, or set ray_address to a cluster of the hosts of such slices"
+                f"workers.tpu_slice is {self.tpu_slice}, but ray_address is not set; set workers.engine: iris in a job "
+                "of marin_rl.launch, or ray_address to a cluster of the hosts of such slices"
             )
         own = param_dtype if self.precision is None else self.precision.param_dtype
         if not casts and jnp.dtype(own) != jnp.dtype(param_dtype):
@@ -144,6 +157,12 @@ class WorkersConfig(ConfigSection):
                 f"workers.precision has parameters in {jnp.dtype(own).name}, but weights are sent in the type of "
                 f"trainer.mp, {jnp.dtype(param_dtype).name}; set weights.dtype: bfloat16"
             )
+
+    def _iris_problems(self, ray_address: str | None) -> Iterator[str]:
+        if ray_address is not None:
+            yield f"ray_address is {ray_address!r}, but workers.engine is iris; remove one of the two"
+        if others := sorted(self.resources.keys() - {CPU}):
+            yield f"workers.resources has {others[0]!r}, but Iris reserves CPU or workers.tpu_slice; remove it"
 
     @property
     def reserved(self) -> dict[str, float]:

@@ -1,19 +1,18 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Calls to the coordinator, a Ray actor, from the trainer and the rollout workers."""
+"""Calls to the coordinator from the trainer and the rollout workers."""
 
+import abc
+import inspect
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
-
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
 
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.utils.errors import UserError
+from marin_rl.utils.event_loop import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
@@ -26,28 +25,12 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class RayLostError(UserError):
-    """Raised when the coordinator does not answer, or Ray has ended on this machine; the message names the remedy."""
+class CoordinatorLostError(UserError):
+    """Raised when the coordinator does not answer, or cannot be restarted; the message names the remedy."""
 
 
-class CoordinatorClient:
-    """Blocking calls of trainer and workers to the coordinator; safe to use from several threads.
-
-    Ray restarts a coordinator that is down, and calls are retried until then. Actors call each other directly, so they
-    may continue for a while after Ray's node has died; but then no actor is restarted.
-    """
-
-    def __init__(
-        self, coordinator: ActorHandle, no_progress_timeout: float, workers: Mapping[str, Any] | None = None
-    ) -> None:
-        """Make a client.
-
-        The coordinator may be down or paused for `no_progress_timeout` seconds. `workers`, only for the trainer, has
-        the Ray reference to the result of each worker, by name.
-        """
-        self._coordinator = coordinator
-        self._no_progress_timeout = no_progress_timeout
-        self._workers = workers or {}
+class CoordinatorClient(abc.ABC):
+    """Blocking calls of trainer and workers to the coordinator; safe to use from several threads."""
 
     @overload
     def call(
@@ -65,55 +48,76 @@ class CoordinatorClient:
         **named: Arguments.kwargs,
     ) -> Result: ...
 
+    @abc.abstractmethod
     def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a method of the coordinator, such as `Coordinator.heartbeat`, and return its result.
 
         Raises:
-            RayLostError: if the coordinator does not answer within the timeout, or Ray has ended on this machine.
+            CoordinatorLostError: if the coordinator does not answer within the timeout, or cannot be restarted.
         """
-        deadline = time.monotonic() + self._no_progress_timeout
-        while True:
-            try:
-                answer = getattr(self._coordinator, method.__name__).remote(*arguments, **named)
-                return ray.get(answer, timeout=max(deadline - time.monotonic(), 0.0) + ANSWER_SECONDS)
-            except (RayActorError, GetTimeoutError) as error:
-                if time.monotonic() > deadline:
-                    raise RayLostError(
-                        f"the coordinator of the rollout workers has not answered for {self._no_progress_timeout:g} s "
-                        "(workers.no_progress_timeout): it was not restarted, or its process is paused; check the "
-                        "memory and the load of its machine, and run the same command again to resume from the last "
-                        "checkpoint"
-                    ) from error
-                check_node()
-                logger.warning("the coordinator is down; retrying")
-                time.sleep(RETRY_SECONDS)
 
     def find_failure(self) -> str | None:
         """Return the error of a worker that ended with one. A worker that fails to start cannot report it itself.
 
         Raises:
-            RayLostError: if Ray has ended on this machine.
+            CoordinatorLostError: if failed workers cannot be restarted.
         """
-        check_node()
-        # A copy, because workers may be added meanwhile.
-        for name, end in list(self._workers.items()):
-            ended, _ = ray.wait([end], timeout=0)
-            try:
-                ray.get(ended)
-            except RayError as error:
-                return f"{name}: {str(error).strip().splitlines()[-1]}"
         return None
 
 
-def check_node() -> None:
-    """Check that Ray's node of this process is alive.
+class LocalClient(CoordinatorClient):
+    """Client of a coordinator in this process, which runs in an event loop in a background thread."""
 
-    Raises:
-        RayLostError: if it is not. Ray needs some seconds to notice.
-    """
-    own = ray.get_runtime_context().get_node_id()
-    if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):
-        raise RayLostError(
-            f"Ray's node {own[:8]} on this machine has died, so failed workers cannot be restarted; check whether the "
-            "machine ran out of memory, and run the same command again to resume from the last checkpoint"
-        )
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self._loop = BackgroundLoop()
+
+    def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """See `CoordinatorClient`."""
+        return self.call_by_name(method.__name__, arguments, named)
+
+    def call_by_name(self, name: str, arguments: Any, named: Any) -> Any:
+        """Call the method of this name."""
+
+        async def run() -> Any:
+            result = getattr(self.coordinator, name)(*arguments, **named)
+            return await result if inspect.isawaitable(result) else result
+
+        return self._loop.submit(run()).result()
+
+
+class RemoteClient(CoordinatorClient):
+    """Client of a coordinator in another process, which may be down or paused for a while: calls are repeated."""
+
+    unanswered: ClassVar[tuple[type[Exception], ...]]
+    """Errors of a call that was not answered."""
+
+    def __init__(self, no_progress_timeout: float) -> None:
+        """Make a client of a coordinator that may be down or paused for `no_progress_timeout` seconds."""
+        self._no_progress_timeout = no_progress_timeout
+
+    @abc.abstractmethod
+    def ask(self, method: str, arguments: Any, named: Any, seconds: float) -> Any:
+        """Call a method once, and wait up to `seconds` for the answer."""
+
+    def check_engine(self) -> None:
+        """Check that a coordinator that is down will be restarted; raises a `CoordinatorLostError` if not."""
+
+    def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """See `CoordinatorClient`."""
+        deadline = time.monotonic() + self._no_progress_timeout
+        while True:
+            try:
+                seconds = max(deadline - time.monotonic(), 0.0) + ANSWER_SECONDS
+                return self.ask(method.__name__, arguments, named, seconds)
+            except self.unanswered as error:
+                if time.monotonic() > deadline:
+                    raise CoordinatorLostError(
+                        f"the coordinator of the rollout workers has not answered for {self._no_progress_timeout:g} s "
+                        "(workers.no_progress_timeout): it was not restarted, or its process is paused; check the "
+                        "memory and the load of its machine, and run the same command again to resume from the last "
+                        "checkpoint"
+                    ) from error
+                self.check_engine()
+                logger.warning("the coordinator is down; retrying")
+                time.sleep(RETRY_SECONDS)

@@ -8,15 +8,15 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
 import ray
-from ray.exceptions import RayError
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import SlicePlacementGroup
@@ -24,13 +24,12 @@ from ray.util.tpu import SlicePlacementGroup
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.ray_cluster import check_own_node, find_cluster, no_cluster, ray_version
 from marin_rl.config.train_config import TrainConfig
-from marin_rl.config.workers_config import CPU, GPU, TPU, WorkersConfig, parse_worker_slice
+from marin_rl.config.workers_config import CPU, GPU, WorkersConfig, parse_worker_slice
 from marin_rl.distributed.coordinator import Coordinator
-from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
+from marin_rl.distributed.coordinator_client import CoordinatorClient, CoordinatorLostError, RemoteClient
 from marin_rl.distributed.ray_node import connect, connected_to_local_node
-from marin_rl.utils.logs import log_to, module_levels
-from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
-from marin_rl.utils.storage import storage_path
+from marin_rl.distributed.worker_program import RunWorker, WorkerProgram
+from marin_rl.utils.settings.yaml_text import to_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -40,44 +39,70 @@ EXTRA_CONCURRENCY = 64
 """Concurrent calls of the coordinator in addition to one waiting call per worker."""
 POLL_SECONDS = 10.0
 """Seconds of one attempt to reserve a slice."""
-_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""Shape of the chips of a process, by their number."""
-
-
-RunWorker = Callable[[TrainConfig, Inputs, int, str, str, CoordinatorClient, str], None]
-"""Runs a worker; its arguments are the fields of `RayWorker`, and a client of the coordinator."""
 
 
 @dataclasses.dataclass
 class RayWorker:
     """Ray actor of a rollout worker."""
 
-    run_worker: RunWorker
-    """Runs the worker until the run ends."""
-    config: str
-    """Config of the run, as YAML."""
-    inputs: Inputs
-    """Checksums of the trainer's input files."""
-    vocab_size: int
-    """Vocabulary size of the model."""
-    base: str
-    """Fingerprint of the base of the trainer's adapter; empty without an adapter."""
+    program: WorkerProgram
+    """What the worker runs."""
     secret: str
     """The run's secret."""
-    name: str
-    """Name of the worker."""
     coordinator: str
     """Name of the coordinator actor. Ray would keep a handle in its object store, and could not restart the worker if
     the store is lost."""
 
     def run(self) -> None:
         """Run until the run ends."""
-        config = from_yaml(TrainConfig, self.config, "the run's config")
-        file = storage_path(config.run_dir) / "workers" / f"{self.name}.txt"
-        with log_to(file, config.log_level.number, module_levels(config.logging)):
-            open_only_reserved(config.workers.reserved, os.environ)
-            client = CoordinatorClient(ray.get_actor(self.coordinator), config.workers.no_progress_timeout)
-            self.run_worker(config, self.inputs, self.vocab_size, self.base, self.secret, client, self.name)
+        self.program.run(self.secret, lambda timeout: RayClient(ray.get_actor(self.coordinator), timeout))
+
+
+class RayClient(RemoteClient):
+    """Client of a coordinator that is a Ray actor.
+
+    Ray restarts a coordinator that is down, and calls are retried until then. Actors call each other directly, so they
+    may continue for a while after Ray's node has died; but then no actor is restarted.
+    """
+
+    unanswered = (RayActorError, GetTimeoutError)
+
+    def __init__(
+        self, coordinator: ActorHandle, no_progress_timeout: float, workers: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make a client.
+
+        `no_progress_timeout` is as for `RemoteClient`. `workers`, only for the trainer, has the Ray reference to the
+        result of each worker, by name.
+        """
+        super().__init__(no_progress_timeout)
+        self._coordinator = coordinator
+        self._workers = workers or {}
+
+    def ask(self, method: str, arguments: Any, named: Any, seconds: float) -> Any:
+        """See `RemoteClient`."""
+        return ray.get(getattr(self._coordinator, method).remote(*arguments, **named), timeout=seconds)
+
+    def check_engine(self) -> None:
+        """Check that Ray's node of this process is alive. Ray needs some seconds to notice."""
+        own = ray.get_runtime_context().get_node_id()
+        if not any(node["NodeID"] == own and node["Alive"] for node in ray.nodes()):
+            raise CoordinatorLostError(
+                f"Ray's node {own[:8]} on this machine has died, so failed workers cannot be restarted; check whether "
+                "the machine ran out of memory, and run the same command again to resume from the last checkpoint"
+            )
+
+    def find_failure(self) -> str | None:
+        """See `CoordinatorClient`."""
+        self.check_engine()
+        # A copy, because workers may be added meanwhile.
+        for name, end in list(self._workers.items()):
+            ended, _ = ray.wait([end], timeout=0)
+            try:
+                ray.get(ended)
+            except RayError as error:
+                return f"{name}: {str(error).strip().splitlines()[-1]}"
+        return None
 
 
 @contextlib.contextmanager
@@ -126,11 +151,11 @@ def ray_workers(
         def start(index: int, place: PlacementGroupSchedulingStrategy | None = None) -> None:
             options = ray_options(workers.reserved) | ({} if place is None else {"scheduling_strategy": place})
             worker = _actor(RayWorker, max_task_retries=-1, **options)
-            of_all = run_worker, to_yaml(config), inputs, vocab_size, base, secret
-            actors.append(worker.remote(*of_all, f"worker-{index}", name))
+            program = WorkerProgram(run_worker, to_yaml(config), inputs, vocab_size, base, f"worker-{index}")
+            actors.append(worker.remote(program, secret, name))
             running[f"worker-{index}"] = actors[-1].run.remote()
 
-        client = CoordinatorClient(coordinator, SHUTDOWN_TIMEOUT)
+        client = RayClient(coordinator, SHUTDOWN_TIMEOUT)
         if workers.tpu_slice is None:
             for index in range(workers.num_workers):
                 start(index)
@@ -141,7 +166,7 @@ def ray_workers(
             opened.callback(slices.release)
             opened.callback(_shut_down, client, actors, running)
             opened.callback(slices.stop)
-        yield CoordinatorClient(coordinator, workers.no_progress_timeout, running)
+        yield RayClient(coordinator, workers.no_progress_timeout, running)
 
 
 def _actor(kind: type, **options: Any) -> Any:
@@ -155,7 +180,7 @@ def _shut_down(client: CoordinatorClient, actors: list[Any], running: Mapping[st
         client.call(Coordinator.stop)
         ended, _ = ray.wait(list(running.values()), num_returns=len(running), timeout=SHUTDOWN_TIMEOUT)
         logger.info("%d of %d workers stopped in time", len(ended), len(running))
-    except (RayError, RayLostError):
+    except (RayError, CoordinatorLostError):
         logger.warning("the coordinator could not be stopped", exc_info=True)
     finally:
         for actor in actors:
@@ -170,21 +195,6 @@ def ray_options(reserved: Mapping[str, float]) -> dict[str, Any]:
     """
     others = {name: amount for name, amount in reserved.items() if name not in (CPU, GPU)}
     return {"num_cpus": reserved.get(CPU, 0), "num_gpus": reserved.get(GPU, 0), "resources": others}
-
-
-def open_only_reserved(reserved: Mapping[str, float], environ: MutableMapping[str, str]) -> None:
-    """Make jax open only the devices that Ray has reserved for this process; call it before jax opens any.
-
-    Ray hides GPUs and TPU chips of others from a process that reserves some, but none from one that reserves none.
-    libtpu would wait for the other hosts of a slice, which have workers of their own. `environ` is the environment of
-    this process.
-    """
-    if not {GPU, TPU} & reserved.keys():
-        jax.config.update("jax_platforms", "cpu")
-    if chips := reserved.get(TPU):
-        environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _CHIP_BOUNDS[int(chips)]
-        environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
-        environ["CLOUD_TPU_TASK_ID"] = "0"
 
 
 class SliceReservations:

@@ -1,163 +1,101 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The files that a launch copies to every host, and checks of them and of the training before slices are requested."""
+"""Checks of a command and of the files that it reads, before a job is submitted."""
 
-import contextlib
+import importlib.util
 import os
-import shlex
 import subprocess
-import tarfile
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from marin_rl.pods.config import CodeConfig, SlicesConfig, TpuConfig
-from marin_rl.utils.devices.slice_names import parse_slice
-from marin_rl.utils.errors import UserError
+from marin_rl.pods.config import LaunchConfig
+from marin_rl.utils.errors import UserError, nearest
 from marin_rl.utils.settings.fields import input_files, local_inputs
 from marin_rl.utils.settings.imports import IMPORTS
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.user_code import imported_files, is_module_name
 
-if TYPE_CHECKING:
-    from marin_rl.config.train_config import TrainConfig
-    from marin_rl.config.workers_config import WorkersConfig
-
-HOST_SCRIPT = Path(__file__).parent / "host.sh"
-MAX_MEGABYTES = 200.0
-"""Maximum size of the uncompressed code."""
-RAY_PORT = 6379
-"""Port of Ray on the first host of the trainer."""
+COMMANDS = sorted({path.stem for path in Path(__file__).parents[1].glob("[a-z]*.py")} - {"types", "launch"})
+"""Names of the commands that a job can run: the modules of this package, but the records and this command."""
+TRAINING = ("train", "sft", "dpo")
+"""Commands that train."""
+OWN_FOLDERS = {"tmp", "app"}
+"""Folders at the root of the file system that a job has for itself, and that end with it."""
+DOES_NOT_FIT = 2
+"""Exit status of `marin_rl.plan` if a program does not fit."""
 
 
 class UploadError(UserError):
-    """The code or the environment cannot be uploaded. The message names the cause and the remedy."""
+    """The hosts would lack a file or a secret. The message names the cause and the remedy."""
 
 
-def code_files(folder: Path) -> list[str]:
-    """List the files of a git work tree below a folder that git does not ignore, relative to the folder.
+def check_command(
+    config: LaunchConfig, command: Sequence[str], report: Callable[[str], None], *, is_local: bool
+) -> str | None:
+    """Check a command, and that the hosts can execute it.
 
-    Raises:
-        UploadError: if the folder is not in a git work tree, has no files, or is too large.
-    """
-    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = str(getattr(error, "stderr", None) or error).strip()
-        raise UploadError(
-            f"cannot list the files of code.folder {str(folder)!r}: {reason}. It must be a git work tree, because "
-            "files that git ignores are not copied to the hosts"
-        ) from error
-    sizes = {name: (folder / name).stat().st_size for name in listed.split("\0") if (folder / name).is_file()}
-    if not sizes:
-        raise UploadError(f"code.folder {str(folder)!r} has no files; set it to the root of your repository")
-    if (total := sum(sizes.values()) / 1e6) > MAX_MEGABYTES:
-        raise UploadError(
-            f"code.folder {str(folder)!r} has {total:.0f} MB, more than {MAX_MEGABYTES:g}; list large files in "
-            f".gitignore and put data in a bucket. The largest is {max(sizes, key=lambda name: sizes[name])}"
-        )
-    return sorted(sizes)
+    Args:
+        config: the launch.
+        command: a command of this package with its arguments.
+        report: prints a message about what is not checked.
+        is_local: whether the hosts are processes in this folder.
 
-
-def write_upload(target: Path, config: CodeConfig) -> None:
-    """Write the files to copy to a host, except those of the jobs.
-
-    The folder is empty, and only this user can read it.
+    Returns:
+        The run directory; None if the command does not train.
 
     Raises:
-        UploadError: see `code_files` and `environment_script`.
+        ConfigError: if the command is unknown, its config is invalid or does not fit the memory of the slices, or its
+            run directory is on the disk of a host.
+        UploadError: if a file that training reads would not be copied to the hosts, or a secret is not set.
     """
-    with tarfile.open(target / "code.tar.gz", "w:gz", compresslevel=6) as archive:
-        for name in code_files(Path(config.folder)):
-            archive.add(Path(config.folder) / name, name, recursive=False)
-    (target / "install.sh").write_text(config.install, encoding="utf-8")
-    (target / "host.sh").write_bytes(HOST_SCRIPT.read_bytes())
-    environment = target / "environment.sh"
-    environment.touch(mode=0o600)
-    environment.write_text(environment_script(config), encoding="utf-8")
-
-
-def environment_script(config: CodeConfig) -> str:
-    """Shell assignments of the environment variables.
-
-    Raises:
-        UploadError: if a secret is not set in the environment of this process, or a value is not text.
-    """
-    if absent := [name for name in config.secrets if name not in os.environ]:
+    name, *arguments = command
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
+    if absent := [secret for secret in config.secrets if secret not in os.environ]:
         raise UploadError(
             f"secrets names {', '.join(absent)}, which is not set in the environment of this command; export it, or "
             "remove it from secrets"
         )
-    values = config.env | {name: os.environ[name] for name in config.secrets}
-    for name, value in values.items():
-        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-            raise UploadError(f"the value of the variable {name} has a zero byte or half a character; correct it")
-    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
-
-
-def check_training(config: TpuConfig, arguments: Sequence[str], report: Callable[[str], None]) -> str:
-    """Check the arguments of `marin_rl.train`, and that the hosts can execute them.
-
-    Args:
-        config: the launch.
-        arguments: arguments of `marin_rl.train`.
-        report: prints a message about what is not checked.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        MissingPackageError: if the training has rollout workers, and Ray is not installed here.
-        ConfigError: if the training config is invalid, or its run directory is on the disk of a host.
-        UploadError: if a local file that training reads is not among the uploaded files, or a secret is not set.
-    """
-    # Imported here because jax and levanter take seconds to import, and the other actions do not need them.
-    from marin_rl.config.command_line import read_arguments
-    from marin_rl.config.sections import Mode
+    if name not in TRAINING:
+        return None
+    # Imported here because jax and levanter take seconds to import.
     from marin_rl.sessions.command import RESUME_FLAGS, check_command_line
 
-    environment_script(config.code)
-    copied = {Path(name) for name in code_files(Path(config.code.folder))}
-    # The launch sets the address, on which other settings depend.
-    own = [] if config.rollout_slices is None else ["--ray_address", f"HOST:{RAY_PORT}"]
-    # The hosts run the command in a copy of this folder, and may have other disks.
-    with contextlib.chdir(config.code.folder):
-        if own and any("ray_address" in layer for layer in read_arguments(arguments, RESUME_FLAGS).layers()):
-            raise ConfigError("rollout_slices is set, so the launch sets ray_address; remove it from the training")
-        checked = check_command_line([*arguments, *own], RESUME_FLAGS, reads_files=False)
-        from marin_rl.config.ray_cluster import check_ray
-
-        parsed = checked.complete().config
-        files = [("--config", str(path)) for path in checked.arguments.config_paths]
-        for key, text in [*files, *_inputs(parsed, report)]:
-            path = Path(os.path.normpath(text))
-            if not any(path in (name, *name.parents) for name in copied):
-                raise UploadError(
-                    f"{key} {path} is not copied to the hosts; give the path of a file in code.folder "
-                    f"{config.code.folder!r}, relative to it, and remove it from .gitignore if it is there"
-                )
-    # The hosts would check this only after slices have been requested.
-    check_ray(parsed.mode, parsed.workers.tpu_slice)
-    if config.rollout_slices is not None:
-        if parsed.mode is Mode.SYNC:
-            raise ConfigError("rollout_slices needs --mode async")
-        _check_workers(parsed.workers, config.rollout_slices)
-    elif parsed.mode is Mode.ASYNC and parsed.ray_address is None:
+    checked = check_command_line(arguments, RESUME_FLAGS, name, reads_files=is_local)
+    parsed = checked.complete().config
+    if is_local:
+        return str(Path(parsed.run_dir).absolute()) if "://" not in parsed.run_dir else parsed.run_dir
+    _check_copied([("--config", str(path)) for path in checked.arguments.config_paths], parsed, report)
+    ends_with_job = not os.path.isabs(parsed.run_dir) or OWN_FOLDERS & {*Path(parsed.run_dir).parts[1:2]}
+    if ends_with_job and "://" not in parsed.run_dir:
         raise ConfigError(
-            "mode is async, which needs hosts for its workers; set rollout_slices of the launch, such as "
-            "{tpu_type: v5p-8}, or ray_address to a cluster of yours"
-        )
-    if "://" not in parsed.run_dir and not Path(parsed.run_dir).is_absolute():
-        raise ConfigError(
-            f"run_dir is {parsed.run_dir!r}, on the disk of each host, which is deleted with the slices; set it to a "
+            f"run_dir is {parsed.run_dir!r}, on the disk of each host, which the end of the job deletes; set it to a "
             "folder of a bucket, --run_dir gs://BUCKET/RUN, or to the absolute path of a mounted file system"
         )
+    if config.slice is not None:
+        _check_memory(config.slice, arguments, report)
     return parsed.run_dir
 
 
-def _inputs(parsed: "TrainConfig", report: Callable[[str], None]) -> list[tuple[str, str]]:
+def _check_copied(files: Sequence[tuple[str, str]], parsed: Any, report: Callable[[str], None]) -> None:
+    """Check that the hosts get the files, and all that the config names."""
+    from iris.cluster.client.bundle import collect_workspace_files
+
+    copied = {path.relative_to(Path.cwd()) for path in collect_workspace_files(Path.cwd())}
+    for key, text in [*files, *_inputs(parsed, report)]:
+        path = Path(os.path.normpath(text))
+        if not any(path in (name, *name.parents) for name in copied):
+            raise UploadError(
+                f"{key} {path} is not copied to the hosts: Iris copies the files of this folder that git does not "
+                "ignore, without docs and tests. Give a path in this folder, relative to it, and remove it from "
+                ".gitignore or list it in [tool.iris.bundle] of pyproject.toml"
+            )
+
+
+def _inputs(parsed: Any, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
     """Keys and paths of the files that training reads from the copied code, with those that its Python files import."""
     found = {(IMPORTS, text) for text in parsed.imports if not is_module_name(text)} | set(input_files(parsed))
     # Folders that do not exist are names on the hub.
@@ -165,22 +103,19 @@ def _inputs(parsed: "TrainConfig", report: Callable[[str], None]) -> list[tuple[
     for key, text in sorted(found):
         if os.path.isabs(text):
             report(f"{key} {text} is not copied to the hosts, and is not checked: every host must mount it")
-    relative = sorted((key, text) for key, text in found if not os.path.isabs(text))
-    python = [(key, Path(text)) for key, text in relative if text.endswith(".py") and os.path.isfile(text)]
-    return relative + [(key, str(file)) for key, path in python for file in imported_files(path)]
+            continue
+        yield key, text
+        if text.endswith(".py") and os.path.isfile(text):
+            yield from ((key, str(file)) for file in imported_files(Path(text)))
 
 
-def _check_workers(workers: "WorkersConfig", slices: SlicesConfig) -> None:
-    """Check that the rollout slices have the hosts or chips that the rollout workers reserve."""
-    from marin_rl.config.workers_config import TPU
-
-    chips, kind = workers.reserved.get(TPU, 0), slices.kind
-    is_other = workers.tpu_slice is not None and parse_slice(workers.tpu_slice).type != kind.type
-    room = 0 if is_other or not chips else slices.num_slices * kind.num_hosts * int(kind.chips_per_host // chips)
-    if workers.num_workers > room:
-        where = f"{chips:g} TPU chips each" if workers.tpu_slice is None else f"tpu_slice {workers.tpu_slice}"
-        raise ConfigError(
-            f"workers.num_workers is {workers.num_workers}, with {where}, but the rollout_slices, {slices} with hosts "
-            f"of {kind.chips_per_host} chips, have room for {room}; correct workers.tpu_slice, workers.resources or "
-            "rollout_slices"
-        )
+def _check_memory(slice_name: str, arguments: Sequence[str], report: Callable[[str], None]) -> None:
+    """Compile the programs of the run for the slices, in a process of its own, and check that they fit."""
+    if importlib.util.find_spec("libtpu") is None:
+        report("the memory of the run is not checked, because the compiler for TPUs is not installed (extra tpu)")
+        return
+    plan = [sys.executable, "-m", "marin_rl.plan", "--topology", slice_name, *arguments]
+    planned = subprocess.run(plan, stdout=subprocess.PIPE, text=True, check=False)
+    if planned.returncode == DOES_NOT_FIT:
+        raise ConfigError(f"the run does not fit {slice_name}:\n{planned.stdout}".rstrip())
+    report(planned.stdout.rstrip() if planned.returncode == 0 else "the memory of the run is not checked")

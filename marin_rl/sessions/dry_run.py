@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.config.input_files import digest_inputs
-from marin_rl.config.ray_cluster import check_ray
+from marin_rl.config.ray_cluster import check_engine
 from marin_rl.config.reference_config import ServerReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.sections import EvaluationConfig, Mode, WarmStartConfig
@@ -139,7 +139,7 @@ def dry_run(
         state = found.attempt(_directory_state, config, accept_changes=accept_changes, named=named)
         found.attempt(check_weight_files, config.initialize_from, config.run_dir, config.tokenizer.path)
         found.attempt(check_trackers, config.trainer.tracker)
-        found.attempt(check_ray, config.mode, config.workers.tpu_slice)
+        found.attempt(check_engine, config.mode, config.workers)
         tokenizer = found.attempt(lambda: parts.tokenizer)
         environment = found.attempt(lambda: parts.environment)
         vocab_size = None

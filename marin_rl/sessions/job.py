@@ -213,7 +213,7 @@ def unfinished(
     job: Job | None, state: Literal["failed", "interrupted"], error: BaseException | None = None
 ) -> JobResult:
     """Return the result of an attempt that did not succeed; `job` is None if it cannot be read."""
-    failure = None if error is None else Failure(type(error).__name__, str(error), _may_be_temporary(error))
+    failure = None if error is None else Failure(type(error).__name__, str(error), may_be_temporary(error))
     if job is None:
         return JobResult(state, "", None, None, failure=failure)
     steps: list[int] = []
@@ -308,13 +308,13 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _may_be_temporary(error: BaseException) -> bool:
+def may_be_temporary(error: BaseException) -> bool:
     """Return whether another attempt may succeed."""
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | PermissionError) and error.errno not in _PATH_ERRORS
     if isinstance(error, UserError) and isinstance(error.__cause__, OSError):
         # Such as a full disk.
-        return _may_be_temporary(error.__cause__)
+        return may_be_temporary(error.__cause__)
     if isinstance(error, RunDirectoryError):
         return isinstance(error, RunInUseError)
     from marin_rl.learner.train_step import NonFiniteUpdateError

@@ -20,7 +20,7 @@ from typing import Any, TextIO, cast
 import jax
 
 from marin_rl.config.command_line import ParsedConfig
-from marin_rl.config.ray_cluster import check_ray, find_cluster
+from marin_rl.config.ray_cluster import check_engine, find_cluster
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.hf_export import DeviceWeights
@@ -165,7 +165,7 @@ def _required_cluster(config: AbstractRunConfig) -> str | None:
     """Return the address of the Ray cluster that must answer, and check that Ray is installed if it is needed."""
     if (rl := as_rl(config)) is None:
         return None
-    check_ray(rl.mode, rl.workers.tpu_slice)
+    check_engine(rl.mode, rl.workers)
     return rl.ray_address if rl.is_async else None
 
 

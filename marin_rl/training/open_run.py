@@ -17,6 +17,7 @@ from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.ray_cluster import check_worker_devices
 from marin_rl.config.sections import Mode
 from marin_rl.config.train_config import TrainConfig
+from marin_rl.config.workers_config import Engine
 from marin_rl.distributed.rollout_source import LocalRollouts, RolloutSource
 from marin_rl.learner.critic import policy_of
 from marin_rl.learner.policy_spec import TrainedPolicy
@@ -186,12 +187,13 @@ def _check_run(parts: RunParts) -> Inputs:
     if config.mode is Mode.SYNC:
         check_shared_sampling(config.sampler, config.batch_scoped_rewards())
     else:
-        check_weight_address(config.weights.host)
+        if config.workers.engine is Engine.RAY:
+            check_weight_address(config.weights.host)
         check_worker_devices(
             config.workers.reserved,
             platform_of(parts.trainer),
             os.environ,
-            is_own_cluster=config.ray_address is None,
+            is_own_cluster=config.workers.engine is Engine.RAY and config.ray_address is None,
             asks_server=isinstance(config.sampler, OpenAiSamplerConfig),
         )
     inputs = digest_inputs(config)
@@ -347,14 +349,21 @@ def _open_rollout_source(parts: RunParts, inputs: Inputs, runner: RolloutRunner,
             temperature=config.sampling.temperature,
             seed=config.seed,
         )
-    # Imported here because workers need Ray, which is an extra.
-    from marin_rl.distributed.ray_workers import ray_workers
+    # Imported here because workers need Ray or Iris, which are extras.
+    weights = config.weights
+    if config.workers.engine is Engine.RAY:
+        from marin_rl.distributed.ray_workers import ray_workers as start_workers
+    else:
+        from marin_rl.distributed.iris_workers import iris_workers as start_workers
+        from marin_rl.distributed.iris_workers import reachable_in_cluster
+
+        weights = reachable_in_cluster(weights)
     from marin_rl.distributed.worker_pool import open_worker_pool
     from marin_rl.training.worker import run_worker
 
     return open_worker_pool(
-        config.weights,
-        functools.partial(ray_workers, run_worker, config, inputs, progress.vocab_size, progress.base),
+        weights,
+        functools.partial(start_workers, run_worker, config, inputs, progress.vocab_size, progress.base),
         counts=progress.worker_counts,
         no_progress_timeout=config.workers.no_progress_timeout,
         opened=parts.resources,

@@ -20,7 +20,7 @@ from marin_rl.config.input_files import Inputs, digest_inputs, input_changes
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import Refresh
 from marin_rl.distributed.coordinator import Announcement, Coordinator
-from marin_rl.distributed.coordinator_client import CoordinatorClient, RayLostError
+from marin_rl.distributed.coordinator_client import CoordinatorClient, CoordinatorLostError
 from marin_rl.distributed.rollout_source import group_inputs
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.distributed.weight_receiver import TRANSIENT_ERRORS, WeightReceiver, open_receiver
@@ -61,7 +61,7 @@ def run_worker(
     except BaseException as error:
         logger.exception("worker %s ends with an error", name)
         # A coordinator that has not answered would be waited for again.
-        if isinstance(error, Exception) and not isinstance(error, RayLostError):
+        if isinstance(error, Exception) and not isinstance(error, CoordinatorLostError):
             client.call(Coordinator.fail, name, f"{type(error).__name__}: {error}")
         raise
 

@@ -221,6 +221,7 @@ def _package_name(folder: Path) -> str:
 
 _SERVER = ("starlette", "uvicorn", "prometheus_client")
 PACKAGES = {
+    "iris": ("finelog_server", "cryptography"),
     "openenv": ("websockets",),
     "ray": ("ray", "cryptography"),
     "serve": _SERVER,
@@ -248,8 +249,9 @@ def require_extra(extra: str, needed_by: str) -> None:
     """
     missing = [name for name in PACKAGES[extra] if not _is_installed(name)]
     if missing:
+        line = ", with Python 3.12 or later, which Iris needs" if extra == "iris" else ""
         raise MissingPackageError(
-            f"{needed_by} needs packages that are not installed ({', '.join(missing)}); install the extra: "
+            f"{needed_by} needs packages that are not installed ({', '.join(missing)}); install the extra{line}: "
             f"{install_command(extra)}"
         )
 

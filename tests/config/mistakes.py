@@ -247,6 +247,11 @@ SETTINGS: dict[str, Mistake] = {
     "server without reload": _of("--sampler '{type: openai, base_url: \"http://a\", model: b}'", "sampler", "reload"),
     "resource of no machine": _of("--mode async --workers.resources.spot 1", "'spot', but ray_address is not set"),
     "slice of no cluster": _of("--mode async --workers.tpu_slice v6e:2x2", "v6e:2x2, but ray_address is not set"),
+    "cluster of two engines": _of(
+        "--mode async --workers.engine iris --ray_address h:1 --weights.host 0.0.0.0",
+        "ray_address is 'h:1', but workers.engine is iris",
+    ),
+    "GPU of Iris": _of("--mode async --workers '{engine: iris, resources: {GPU: 1}}'", "'GPU', but Iris reserves CPU"),
     "dtype of workers": _of(
         "--mode async --workers.precision p=bf16,c=bf16",
         *("workers.precision has parameters in bfloat16", "trainer.mp, float32; set weights.dtype: bfloat16"),
@@ -512,12 +517,12 @@ OTHER_COMMANDS = _by_command(
             "no id": _line("run --id x", "'x'"),
         },
         "launch": {
-            "command": _line("locl", "unknown command 'locl'", "'local'"),
-            "action": _line("tpu strt", "unknown action 'strt'", "'start'"),
-            "key": _line("local --num_proceses 2 -- --config base.yaml", "num_proceses"),
-            "training key": _line("local -- --config base.yaml --sede 1", "unknown key sede"),
-            "no arguments": _line("local", "no training arguments", "after --"),
-            "slice": _line("tpu start --tpu_name a --zone b --slices.tpu_type v5q-8 -- --config base.yaml", "v5q-8"),
+            "no command": _line("--local --slice v5p-8", "no command", "after --"),
+            "key": _line("--local --zon us-east5-a -- train --config base.yaml", "zon", "'zone'"),
+            "slice": _line("--local --slice v5q-8 -- train --config base.yaml", "v5q-8"),
+            "several slices": _line("--local --slice 2xv5p-8 -- train --config base.yaml", "'2xv5p-8'", "one slice"),
+            "no cluster": _line("-- train --config base.yaml", "no cluster", "--cluster", "--local"),
+            "two clusters": _line("--local --cluster marin -- train --config base.yaml", "both --cluster and --local"),
         },
     }
 )

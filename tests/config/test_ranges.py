@@ -28,13 +28,13 @@ from tests.config_classes import build, config_classes
 RANGES = {
     "at least 1": """
         ArithmeticConfig.digits BatchConfig.size ConstantConfig.length ContextConfig.max_tokens EvaluationConfig.samples
-        IcepopConfig.high LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LocalConfig.devices_per_process
-        LocalConfig.num_processes LoraConfig.rank MixturePartConfig.window OpenEnvConfig.max_characters
+        IcepopConfig.high LlmJudgeConfig.max_concurrency LlmJudgeConfig.max_tokens LaunchConfig.disk_gb
+        LoraConfig.rank MixturePartConfig.window OpenEnvConfig.max_characters
         OpenEnvConfig.num_tasks PairBatchConfig.size ReasoningGymConfig.size ReloadConfig.keep RolloutConfig.group_size
         RolloutConfig.max_length RolloutConfig.max_turns RolloutConfig.prompts_per_step SamplingConfig.max_new_tokens
         SamplingConfig.max_seqs SandboxConfig.file_mb SandboxConfig.output_kb SandboxConfig.threads
         SandboxConfig.workers ServeConfig.max_body_bytes ServeConfig.max_choices ServeConfig.max_sequences
-        SlicesConfig.num_slices TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
+        TextArenaConfig.max_characters TextArenaConfig.num_players TextArenaConfig.num_tasks
         TinkerConfig.max_seqs
         TextGameConfig.max_characters TextGameConfig.num_tasks TextWorldConfig.max_characters TextWorldConfig.num_tasks
         ToolLimits.max_calls ToolLimits.max_output TrainerConfig.model_axis_size TrainerConfig.profiler_num_steps
@@ -46,11 +46,11 @@ RANGES = {
         ChatConfig.seed CheckpointConfig.every CheckpointConfig.keep_every CispoLossConfig.clip_high
         ContextConfig.demonstrations
         DpoConfig.num_steps EvaluationConfig.every EvaluationConfig.tasks GigpoConfig.omega GspoLossConfig.clip_high
-        LlmJudgeConfig.backoff_seconds LlmJudgeConfig.retries LlmJudgeConfig.temperature LocalConfig.stop_timeout
+        LlmJudgeConfig.backoff_seconds LaunchConfig.max_retries LlmJudgeConfig.retries LlmJudgeConfig.temperature
         LossEvaluationConfig.every LossKlConfig.beta OverlongConfig.buffer PpoClipLossConfig.clip_high
         ReasoningGymConfig.seed ReplayConfig.max_staleness RetryConfig.give_up_seconds RewardKlConfig.beta
         RlooSequenceLossConfig.clip_high RolloutStoreConfig.every SandboxConfig.processes SftConfig.num_steps
-        TpuConfig.max_restarts TpuConfig.stop_timeout TrainConfig.num_steps WarmStartConfig.max_steps
+        TrainConfig.num_steps WarmStartConfig.max_steps
     """,
     "at least 0 and below 1": """
         ArithmeticConfig.held_out ArithmeticConfig.validation DataConfig.held_out GspoLossConfig.clip_low
@@ -69,8 +69,8 @@ RANGES = {
         WarmStartConfig.learning_rate WorkersConfig.heartbeat_timeout WorkersConfig.no_progress_timeout
     """,
     "at least 1, or null": """
-        BatchConfig.row_length ChatConfig.max_tokens DpoConfig.logprob_block_size OpenEnvConfig.max_steps
-        PairBatchConfig.row_length
+        BatchConfig.row_length ChatConfig.max_tokens DpoConfig.logprob_block_size LaunchConfig.memory_gb
+        OpenEnvConfig.max_steps PairBatchConfig.row_length
         RolloutConfig.max_prompt_length RolloutConfig.max_tokens RolloutConfig.row_length ServeConfig.max_new_tokens
         ServeConfig.max_seqs SftConfig.logprob_block_size TextArenaConfig.max_steps TextGameConfig.max_steps
         TextWorldConfig.max_steps TrainConfig.logprob_block_size VerifiersConfig.num_tasks
@@ -92,7 +92,7 @@ RANGES = {
         LoraConfig.alpha ServeConfig.client_seconds ServeConfig.drain_seconds TinkerConfig.client_seconds
     """,
     "above 0, or null": """
-        CriticConfig.clip SamplingConfig.max_cache_gib
+        CriticConfig.clip LaunchConfig.cpu SamplingConfig.max_cache_gib
     """,
     "at least 0, or null": """
         ChatConfig.temperature

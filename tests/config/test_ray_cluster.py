@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config.ray_cluster import WorkerDevicesError, check_own_node, check_ray, check_worker_devices
+from marin_rl.config.ray_cluster import WorkerDevicesError, check_engine, check_own_node, check_worker_devices
 from marin_rl.config.sections import Mode
-from marin_rl.config.workers_config import WorkersConfig
+from marin_rl.config.workers_config import Engine, WorkersConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import MissingPackageError
 from tests.tiny_run import TinyRun
@@ -20,26 +20,30 @@ CLUSTER = {"mode": Mode.ASYNC, "ray_address": "127.0.0.1:6379"}
 
 
 @pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
-        return None if name == "ray" else find_spec(name, package)
+        return None if name in ("ray", "finelog_server") else find_spec(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
 
-@pytest.mark.usefixtures("without_ray")
-def test_only_runs_with_workers_need_ray():
+@pytest.mark.usefixtures("without_engines")
+def test_only_runs_with_workers_need_an_engine():
     slices = WorkersConfig(num_workers=4, tpu_slice="v5e:4x4")
-    for config in (make_config(), make_config(workers=slices), make_config(ray_address="127.0.0.1:6379")):
-        check_ray(config.mode, config.workers.tpu_slice)
+    jobs = WorkersConfig(engine=Engine.IRIS)
+    for changes in ({}, {"workers": slices}, {"workers": jobs}, {"ray_address": "127.0.0.1:6379"}):
+        config = make_config(**changes)
+        check_engine(config.mode, config.workers)
     for config in (make_config(mode=Mode.ASYNC), make_config(**CLUSTER, workers=slices)):
         with pytest.raises(MissingPackageError, match=r"^mode: async needs .* \(ray\); .* pip install -e '\.\[ray\]'"):
-            check_ray(config.mode, config.workers.tpu_slice)
+            check_engine(config.mode, config.workers)
+    with pytest.raises(MissingPackageError, match=r"needs .* \(finelog_server\); .* Python 3\.12 .* '\.\[iris\]'"):
+        check_engine(Mode.ASYNC, jobs)
 
 
-@pytest.mark.usefixtures("without_ray")
+@pytest.mark.usefixtures("without_engines")
 def test_a_dry_run_names_the_extra(new_run, capfd: pytest.CaptureFixture[str]):
     run: TinyRun = new_run(mode="async")
     assert run.train("--dry_run") == 1
@@ -49,12 +53,12 @@ def test_a_dry_run_names_the_extra(new_run, capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("shape", ["v5e:4x4", "v5p:2x2x4", "v6e-8", "v7x:2x2x2"])
 def test_slices_that_ray_can_reserve_are_accepted(shape: str):
-    check_ray(Mode.ASYNC, shape)
+    check_engine(Mode.ASYNC, WorkersConfig(num_workers=16, tpu_slice=shape))
 
 
 def test_slices_that_ray_cannot_reserve_are_refused():
     with pytest.raises(UserError, match=r"workers.tpu_slice is 'v5e:6x2', but Ray knows no v5e slices of shape 6x2"):
-        check_ray(Mode.ASYNC, "v5e:6x2")
+        check_engine(Mode.ASYNC, WorkersConfig(num_workers=3, tpu_slice="v5e:6x2"))
 
 
 # Devices of workers.
@@ -77,7 +81,11 @@ def check(
 @pytest.mark.parametrize(
     ("platform", "changes", "message"),
     [
-        ("tpu", {}, r"workers\.resources has no TPU, .* sample on the CPU\. Give .*launch tpu.*; or set mode: sync$"),
+        (
+            "tpu",
+            {},
+            r"workers\.resources has no TPU, .* sample on the CPU\. Give .*engine: iris, .*or set mode: sync$",
+        ),
         ("tpu", {"is_own_cluster": False}, r"workers\.resources has no TPU"),
         ("tpu", {"workers": WITH_TPUS}, "ray_address is not set, so workers would get the TPU chips of this host"),
         ("gpu", {}, r"workers\.resources has no GPU, but this trainer runs on GPU: .* workers\.resources: {GPU: 1}"),

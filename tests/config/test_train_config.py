@@ -44,7 +44,13 @@ def test_defaults_need_no_accelerator_tracker_or_cluster():
     assert not trainer.require_accelerator
     assert not trainer.distributed.initialize_jax_distributed
     assert trainer.tracker == ()
-    assert trainer.jax_compilation_cache_dir == str(user_cache("jax"))
+
+
+def test_compiled_programs_are_kept_in_the_folder_of_jax_or_of_the_user(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://cache/jax")
+    assert config().trainer.jax_compilation_cache_dir == "gs://cache/jax"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    assert config().trainer.jax_compilation_cache_dir == str(user_cache("jax"))
 
 
 def test_name_of_the_run_in_trackers():
@@ -197,6 +203,7 @@ def test_ppo_with_all_of_its_sections():
         "workers: {resources: {spot: 1.0}, precision: 'p=bf16,c=bf16', tpu_slice: 'v6e:2x2'}",
         "mode: async\nray_address: 10.0.0.1:6379\nweights: {host: 0.0.0.0, dtype: bfloat16}\n"
         "workers: {resources: {spot: 1.0}, precision: 'p=bf16,c=bf16', tpu_slice: 'v6e:2x2'}",
+        "mode: async\nworkers: {engine: iris, tpu_slice: v5p-8, num_workers: 18}",
         "environment: {type: arithmetic, rewards: [{type: function, path: a.py, function: f, scope: batch}]}",
         "trainer: {jax_compilation_cache_dir: gs://cache/jax}\ninitialize_from: gs://runs/other",
         "log_level: DEBUG\nlogging: {marin_rl.rollouts.rollout_builder: warning}",

@@ -12,7 +12,7 @@ import pytest
 from marin_rl.distributed.coordinator import Assignment, Coordinator, TrainerUpdate
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.types import Task, WeightVersion
-from tests.distributed.local_client import result_of
+from tests.distributed.result_of import result_of
 
 
 class Clock:

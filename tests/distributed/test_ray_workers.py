@@ -19,13 +19,14 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from marin_rl.config.input_files import digest_inputs
+from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.ray_cluster import NoClusterError, find_cluster
 from marin_rl.config.sections import Mode
+from marin_rl.config.train_config import TrainConfig
 from marin_rl.config.workers_config import WeightTransferConfig, WorkersConfig
 from marin_rl.distributed import ray_workers
 from marin_rl.distributed.coordinator import Coordinator
-from marin_rl.distributed.ray_workers import open_only_reserved
+from marin_rl.distributed.worker_program import WorkerProgram, open_only_reserved
 from marin_rl.environments.dataset import JsonlConfig
 from marin_rl.training.worker import run_worker
 from marin_rl.utils.multihost import ProcessesDifferError
@@ -72,6 +73,11 @@ def test_shutdown_does_not_wait_for_a_dead_coordinator(
     assert "the coordinator could not be stopped" in caplog.text
 
 
+def run_ray_worker(config: TrainConfig, inputs: Inputs) -> None:
+    program = WorkerProgram(run_worker, to_yaml(config), inputs, 10, "", "worker-0")
+    ray_workers.RayWorker(program, "token", "coordinator").run()
+
+
 def test_a_worker_with_other_input_files_ends_the_run(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -83,7 +89,7 @@ def test_a_worker_with_other_input_files_ends_the_run(
     inputs = digest_inputs(config)
     data.write_text("of the worker")
     with pytest.raises(ProcessesDifferError):
-        ray_workers.RayWorker(run_worker, to_yaml(config), inputs, 10, "", "token", "worker-0", "coordinator").run()
+        run_ray_worker(config, inputs)
     [(kind, name, message)] = cluster.questions
     assert (kind, name) == ("fail", "worker-0")
     assert "environment: data.jsonl was changed" in message
@@ -101,7 +107,7 @@ def test_worker_start_error_is_logged_and_reported(
     monkeypatch.setattr("marin_rl.training.worker.WorkerPolicy", no_policy)
     config = make_config(mode=Mode.ASYNC, run_dir=str(tmp_path), logging={"marin_rl.environments": "debug"})
     with pytest.raises(OSError, match="there is no bubblewrap"):
-        ray_workers.RayWorker(run_worker, to_yaml(config), {}, 10, "", "token", "worker-0", "coordinator").run()
+        run_ray_worker(config, {})
     assert cluster.questions == [("fail", "worker-0", "OSError: there is no bubblewrap")]
     log = (tmp_path / "workers" / "worker-0.txt").read_text()
     assert "there is no bubblewrap" in log
@@ -142,7 +148,7 @@ def test_a_worker_on_one_host_of_a_slice_does_not_wait_for_the_others() -> None:
 
 OPENED = """
 import os, jax
-from marin_rl.distributed.ray_workers import open_only_reserved
+from marin_rl.distributed.worker_program import open_only_reserved
 open_only_reserved({RESERVED}, os.environ)
 print(jax.config.jax_platforms)
 """

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.distributed.coordinator import Coordinator
-from marin_rl.distributed.coordinator_client import CoordinatorClient
-from marin_rl.distributed.ray_workers import RunWorker
-from tests.distributed.local_client import LocalClient
+from marin_rl.distributed.coordinator_client import CoordinatorClient, LocalClient
+from marin_rl.distributed.worker_program import RunWorker
 
 
 @contextlib.contextmanager

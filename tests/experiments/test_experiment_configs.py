@@ -74,7 +74,7 @@ SMALL = {
     "num_steps": "3",
 }
 """Overrides that leave the mesh, the losses and the precision of an experiment as they are."""
-ONE_WORKER = {"workers.num_workers": "1", "workers.resources": "{TPU: 0}", "weights.host": "127.0.0.1"}
+ONE_WORKER = {"workers.engine": "ray", "workers.num_workers": "1", "workers.tpu_slice": "null"}
 """Further ones of asynchronous experiments: a worker on this machine's CPU."""
 
 

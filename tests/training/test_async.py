@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import LocalClient
 from marin_rl.distributed.replay_buffer import ReplayBuffer
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.run_rollouts import GroupInput, RolloutRunner
@@ -23,7 +24,6 @@ from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.sessions.replay import replay_step
 from marin_rl.training import worker
 from tests.distributed.inline_executor import InlineExecutor
-from tests.distributed.local_client import LocalClient
 from tests.distributed.thread_workers import thread_workers
 from tests.tiny_run import TinyRun, outcome, without_timings
 from tests.training.reopened_run import config_of

@@ -29,7 +29,7 @@ from marin_rl.rollouts.group_codec import encode_group
 from marin_rl.training.run_state import Progress
 from marin_rl.types import Generation, Rollout, RolloutGroup, RolloutStatus, StopReason, Task, Turn, WeightVersion
 from tests.distributed.inline_executor import InlineExecutor
-from tests.distributed.local_client import result_of
+from tests.distributed.result_of import result_of
 from tests.training.bare_run import BareRun, bare_run, make_config, make_state
 
 GROUPS = 3
@@ -87,9 +87,6 @@ class World(CoordinatorClient):
         if method is Coordinator.take:
             return self.take(*arguments)
         return method(self.coordinator, *arguments)
-
-    def find_failure(self) -> None:
-        return None
 
     def take(self, acknowledged: Sequence[RequestNumber], seconds: float) -> TrainerUpdate:
         update = result_of(self.coordinator.take(acknowledged))

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from marin_rl.distributed.coordinator import Coordinator
+from marin_rl.distributed.coordinator_client import LocalClient
 from marin_rl.distributed.scheduler import GroupRequest, RequestNumber
 from marin_rl.rollouts.group_codec import decode_group
 from marin_rl.training.worker import NextRequests, RolloutWorker, WorkerPolicy
 from marin_rl.types import RolloutGroup, Task, WeightVersion
-from tests.distributed.local_client import LocalClient
 
 
 def request(index: int, min_version: int = 0) -> GroupRequest:

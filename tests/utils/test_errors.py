@@ -5,6 +5,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from pathlib import Path
@@ -27,9 +28,17 @@ INTERNAL = {
 """Errors that are handled before they reach the command line."""
 
 
+MODULES_OF_IRIS = {
+    f"marin_rl.{name}" for name in ("distributed.iris_workers", "pods.iris_jobs", "pods.task", "utils.iris_hosts")
+}
+"""Modules that need Python 3.12."""
+
+
 def errors_of_the_package() -> dict[str, type[BaseException]]:
     classes = {}
     for module in pkgutil.walk_packages(marin_rl.__path__, "marin_rl."):
+        if module.name in MODULES_OF_IRIS and importlib.util.find_spec("iris") is None:
+            continue
         for name, kind in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             if issubclass(kind, BaseException) and kind.__module__ == module.name:
                 classes[f"{module.name}.{name}"] = kind

@@ -63,13 +63,13 @@ def test_errors_name_the_cause(tmp_path: Path, name: str, text: str | None, mess
 
 
 def modules_of(requirements: list[str]) -> set[str]:
-    """Modules of requirements, extras of this package included; all but one package have the name of their module."""
+    """Modules of requirements, extras of this package included; most packages have the name of their module."""
     found: set[str] = set()
     for requirement in requirements:
         if own := re.match(r"marin_rl\[(\w+)\]", requirement):
             found |= modules_of(PYPROJECT["optional-dependencies"][own[1]])
         else:
-            name = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
+            name = re.split(r"[^\w-]", requirement)[0].replace("-", "_").removeprefix("marin_")
             found.add("google.protobuf" if name == "protobuf" else name)
     return found
 
@@ -85,6 +85,9 @@ def test_missing_packages_and_their_extra_are_named(monkeypatch: pytest.MonkeyPa
     require_extra("ray", "mode: async")
     with pytest.raises(MissingPackageError, match=r"a server needs .* \(uvicorn\); .* pip install -e '\.\[serve\]'"):
         require_extra("serve", "a server")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"install the extra, with Python 3\.12 .*: pip .* '\.\[iris\]'"):
+        require_extra("iris", "a launch")
 
 
 def test_programs_inherit_no_key(monkeypatch: pytest.MonkeyPatch):

@@ -52,6 +52,7 @@ from marin_rl.config.workers_config import WeightTransferConfig
 from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import CoordinatorClient
 from marin_rl.distributed.ray_node import connected_to_local_node
+from marin_rl.distributed.ray_workers import RayClient
 from marin_rl.distributed.weight_receiver import open_receiver
 from marin_rl.distributed.weight_sender import TrainingHost, open_sender
 from marin_rl.distributed.weight_server import make_secret
@@ -187,7 +188,7 @@ def coordinator(heartbeat_timeout: float) -> Iterator[CoordinatorClient]:
     with connected_to_local_node(num_cpus=1):
         # The worker's long poll and heartbeat must not block the trainer's calls.
         coordinator_actor = cast(Any, ray.remote(Coordinator)).options(num_cpus=0, max_concurrency=8)
-        yield CoordinatorClient(coordinator_actor.remote(heartbeat_timeout), heartbeat_timeout)
+        yield RayClient(coordinator_actor.remote(heartbeat_timeout), heartbeat_timeout)
 
 
 def measure_arrival(config: TrainConfig, servers: int, rounds: int, way: WeightTransferConfig) -> dict[str, Any]:

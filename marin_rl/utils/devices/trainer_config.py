@@ -8,6 +8,7 @@ Its keys are those of levanter's trainer section up to its version 1.2. Levanter
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 
@@ -67,6 +68,10 @@ else:
     Trackers = Annotated[Any, Deferred(_trackers)]
 
 
+def _compilation_cache() -> str:
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(user_cache("jax"))
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig(ConfigSection):
     """Mesh, precision, microbatches, trackers and settings of JAX."""
@@ -92,7 +97,7 @@ class TrainerConfig(ConfigSection):
         "log_dir": "the log is in the run directory",
         "log_jaxprs": "the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
         "log_xla_hlo": "the environment variable XLA_FLAGS=--xla_dump_to=FOLDER writes compiled programs",
-        "shutdown_at_exit": "python -m marin_rl.launch tpu has the option --autodelete",
+        "shutdown_at_exit": "python -m marin_rl.launch releases slices at the end of its job",
         "per_device_eval_parallelism": "set sampling.max_seqs",
         "allow_partial_checkpoint": "a checkpoint must be complete",
         "allow_nondivisible_batch_size": "rows that fill up a batch need no setting",
@@ -138,8 +143,9 @@ class TrainerConfig(ConfigSection):
         default_factory=lambda: {"jax_threefry_partitionable": True, "jax_softmax_custom_jvp": True}
     )
     """Settings of `jax.config`."""
-    jax_compilation_cache_dir: str | None = dataclasses.field(default_factory=lambda: str(user_cache("jax")))
-    """Folder of compiled programs, or a `gs://` or `s3://` address; null: programs are compiled at every start."""
+    jax_compilation_cache_dir: str | None = dataclasses.field(default_factory=_compilation_cache)
+    """Folder of compiled programs, or a `gs://` or `s3://` address; by default JAX_COMPILATION_CACHE_DIR or a folder in
+    the user's cache. Null: programs are compiled at every start."""
     distributed: DistributedConfig = DistributedConfig()
     """Several processes that train together."""
     require_accelerator: bool = False

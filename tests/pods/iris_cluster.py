@@ -1,0 +1,117 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""A real cluster of Iris in the test process, whose hosts are processes of this machine. Needs Python 3.12."""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from iris.client.client import IrisClient, Job
+from iris.cluster.config import load_config
+from iris.cluster.local_cluster import LocalCluster
+from iris.cluster.types import JobName
+
+from marin_rl.pods.config import LaunchConfig
+from marin_rl.pods.iris_jobs import job_name, local_cluster, run_launch
+from tests.cpu_host import cpu_host
+
+TIMEOUT = 400.0
+"""Timeout in seconds, for a busy machine."""
+
+
+class TestCluster:
+    """A running cluster."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(local_cluster()))
+        self._cluster = LocalCluster(load_config(file))
+        self.address = self._cluster.start()
+        self.client = IrisClient.remote(self.address)
+
+    def close(self) -> None:
+        # It leaves pipes to processes that have ended to garbage collection.
+        with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+            self.client.__exit__(None, None, None)
+            self._cluster.close()
+            gc.collect()
+
+    def launch(self, command: Sequence[str], devices: int = 1, **settings: Any) -> tuple[int, list[str]]:
+        """Run a command as a job, in the main thread; return the exit status and the printed lines."""
+        environment = {
+            **cpu_host(devices),
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", ""),
+            **settings.pop("env", {}),
+        }
+        lines: list[str] = []
+        config = LaunchConfig(cluster=self.address, env=environment, **settings)
+        return run_launch(config, command, job_name(command, None), preemptible=False, report=lines.append), lines
+
+    def job(self, command: Sequence[str]) -> Job:
+        """Return the job of a command."""
+        [name] = [job.job_id for job in self.client.list_jobs() if str(job.job_id).endswith(job_name(command, None))]
+        return self.client.job(JobName.from_string(str(name)))
+
+    def preempt_slice_of(self, job: Job) -> None:
+        """End all hosts of the slice on which a job runs, as Google does."""
+        platform = self._cluster._autoscaler._platform
+        slices = getattr(platform, "_gcp", None) or platform._gcp_service
+        worker = job.tasks()[0].status().worker_id
+        next(found for name, found in slices._local_slices.items() if name in worker).terminate()
+
+
+def processes(task: str) -> list[int]:
+    """List the processes of the tasks whose id, such as /root/JOB/0:0, contains a text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            names = [variable for variable in variables if variable.startswith(b"IRIS_TASK_ID=")]
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if names and task.encode() in names[0] and state not in "ZX":
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + TIMEOUT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def meanwhile(holds: Callable[[], object], action: Callable[[], object]) -> Iterator[None]:
+    """Do something in another thread once a condition holds; it must have happened by the end of the block."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            until(holds)
+            action()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    assert not failed, failed
+
+
+def end_process(task: str, number: signal.Signals) -> None:
+    """Send a signal to the first process of a task."""
+    os.kill(processes(task)[0], number)

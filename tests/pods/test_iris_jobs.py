@@ -1,0 +1,159 @@
+# Copyright The marin_rl Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Jobs of a real cluster of Iris: gangs, mistakes, kills, preemption, rollout workers, and what is left at the end."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import TinyRun, make_run, outcome
+from tests.training_hosts import hosts, started
+
+if sys.version_info < (3, 12):
+    pytest.skip("Iris needs Python 3.12", allow_module_level=True)
+
+from tests.pods.iris_cluster import TestCluster, end_process, meanwhile, processes, until
+
+# Iris leaves pipes to processes that have ended to garbage collection.
+pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with pytest.MonkeyPatch.context() as patch:
+        # Iris stores credentials there.
+        patch.setenv("HOME", str(folder))
+        patch.chdir(ROOT)
+        cluster = TestCluster(folder)
+        yield cluster
+        cluster.close()
+
+
+def make(folder: Path, **changes: object) -> TinyRun:
+    folder.mkdir()
+    return make_run(folder, **{"checkpoint__every": 1, "evaluation__tasks": 0, **changes})
+
+
+def steps_recorded(run: TinyRun, count: int) -> bool:
+    return (run.path / "metrics.jsonl").exists() and len(run.records()) > count
+
+
+def with_processes(run: TinyRun, count: int, devices: int) -> TinyRun:
+    """Train in several local processes that know one another's addresses."""
+    training = hosts(run, count, (), devices)
+    with started(training):
+        assert [host.end() for host in training] == [0] * count
+    return run
+
+
+def test_a_laptop_runs_a_job(tmp_path: Path) -> None:
+    """The command as a user types it, with a cluster of its own."""
+    run = make(tmp_path / "run", num_steps=3)
+    command = [sys.executable, "-m", "marin_rl.launch", "--local", "--", "train", *run.argv]
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["step"] for record in run.records()] == [0, 1, 2, 3]
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("[0] ") and str(run.path) in line for line in lines)
+    assert lines[-1].endswith("succeeded")
+
+
+def test_a_mistake_ends_the_job_at_once_with_its_sentence(cluster: TestCluster, tmp_path: Path) -> None:
+    command = ["train", "--config", str(tmp_path / "absent.yaml")]
+    status, lines = cluster.launch(command)
+    assert status == 1
+    assert f"failed: config file '{tmp_path / 'absent.yaml'}' does not exist" in lines[-1]
+    assert cluster.job(command).status().failure_count == 1
+
+
+def test_a_stopped_or_killed_process_is_started_again_and_resumes(cluster: TestCluster, tmp_path: Path) -> None:
+    alone, ended = with_processes(make(tmp_path / "alone"), 1, devices=1), make(tmp_path / "ended")
+    command = ["train", *ended.argv]
+
+    def end(number: signal.Signals) -> Callable[[], None]:
+        return lambda: end_process(cluster.job(command).job_id.name, number)
+
+    with (
+        meanwhile(lambda: steps_recorded(ended, 1), end(signal.SIGTERM)),
+        meanwhile(lambda: steps_recorded(ended, 3), end(signal.SIGKILL)),
+    ):
+        status, lines = cluster.launch(command)
+    assert status == 0, lines
+    assert any("everything is saved" in line for line in lines)
+    assert cluster.job(command).status().failure_count == 2
+    assert outcome(ended) == outcome(alone)
+
+
+def test_a_gang_on_a_preempted_slice_trains_like_local_processes(cluster: TestCluster, tmp_path: Path) -> None:
+    expected = with_processes(make(tmp_path / "local"), 2, devices=2)
+    gang = make(tmp_path / "gang")
+    command = ["train", *gang.argv]
+    with meanwhile(lambda: steps_recorded(gang, 2), lambda: cluster.preempt_slice_of(cluster.job(command))):
+        status, lines = cluster.launch(command, devices=2, slice="v5p-16")
+    assert status == 0, lines
+    assert cluster.job(command).status().preemption_count > 0
+    assert outcome(gang) == outcome(expected)
+
+
+def test_a_gang_of_four_trains_like_local_processes(cluster: TestCluster, tmp_path: Path) -> None:
+    settings = {"num_steps": 3, "warm_start__max_steps": 0}
+    expected = with_processes(make(tmp_path / "local", **settings), 4, devices=1)
+    gang = make(tmp_path / "gang", **settings)
+    status, lines = cluster.launch(["train", *gang.argv], slice="v5p-32")
+    assert status == 0, lines
+    assert outcome(gang) == outcome(expected)
+    assert {line.split()[0] for line in lines if line.startswith("[")} >= {"[0]"}
+
+
+def make_async(folder: Path, steps: int) -> TinyRun:
+    workers = {"engine": "iris", "num_workers": 2, "heartbeat_timeout": 10.0}
+    return make(folder, mode="async", workers=workers, num_steps=steps, replay__max_staleness=1)
+
+
+def nothing_is_left(cluster: TestCluster, name: str) -> bool:
+    return not processes(name) and not cluster.client.list_endpoints(f"/{os.environ.get('USER', 'root')}/{name}")
+
+
+def test_a_killed_rollout_worker_is_replaced(cluster: TestCluster, tmp_path: Path) -> None:
+    run = make_async(tmp_path / "async", 8)
+    command, shared = ["train", *run.argv], set(os.listdir("/dev/shm"))
+    with meanwhile(lambda: steps_recorded(run, 1), lambda: end_process("/worker-1/", signal.SIGKILL)):
+        status, lines = cluster.launch(command)
+    assert status == 0, lines
+    records = run.records()
+    assert [record["step"] for record in records] == list(range(9))
+    assert max(record.get("staleness/max", 0) for record in records) <= 1
+    assert records[-1]["workers/lost"] + records[-1]["workers/joined"] >= 3
+    until(lambda: nothing_is_left(cluster, cluster.job(command).job_id.name))
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("iris-secrets")} <= shared
+
+
+def test_a_cancelled_job_leaves_nothing(cluster: TestCluster, tmp_path: Path) -> None:
+    run = make_async(tmp_path / "async", 100_000)
+    command = ["train", *run.argv]
+    with meanwhile(lambda: steps_recorded(run, 1), lambda: cluster.job(command).cancel()):
+        status, lines = cluster.launch(command)
+    assert status == 1
+    assert "killed" in lines[-1]
+    until(lambda: nothing_is_left(cluster, cluster.job(command).job_id.name))
+
+
+def test_names_paths_and_values_reach_no_shell(cluster: TestCluster, tmp_path: Path) -> None:
+    hostile = "a b'\";$(touch x)\n`touch x`|&<>*"
+    folder = tmp_path / hostile
+    command = ["evaluate", "--run", str(folder)]
+    status, lines = cluster.launch(command, env={"HOSTILE": hostile})
+    assert status == 1
+    assert "is not a run directory" in "\n".join(lines)
+    assert not list(tmp_path.rglob("x"))
+    assert not Path("x").exists()
