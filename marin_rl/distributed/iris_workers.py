@@ -32,7 +32,7 @@ from marin_rl.distributed.coordinator import Coordinator
 from marin_rl.distributed.coordinator_client import ANSWER_SECONDS, CoordinatorClient, LocalClient, RemoteClient
 from marin_rl.distributed.worker_program import RunWorker, WorkerProgram
 from marin_rl.utils.errors import UserError
-from marin_rl.utils.iris_hosts import gang, host_resources
+from marin_rl.utils.iris_hosts import gang, host_resources, set_secrets
 from marin_rl.utils.settings.fields import is_loopback
 from marin_rl.utils.settings.yaml_text import to_yaml
 
@@ -157,6 +157,7 @@ def _submit(workers: WorkersConfig, program: WorkerProgram, secret: str, endpoin
 def _run(program: WorkerProgram, endpoint: str, first: int) -> None:
     """Run a worker in its task."""
     named = dataclasses.replace(program, name=f"worker-{first + _task().task_index}")
+    set_secrets(hidden=[SECRET])
     secret = get_secret(SECRET)
     assert secret is not None
     named.run(secret, lambda timeout: IrisClient(endpoint, timeout))

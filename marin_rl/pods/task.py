@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 from iris.client.client import iris_ctx
@@ -22,23 +21,24 @@ from iris.cluster.client.job_info import get_job_info
 from iris.jax.compile_cache import configure_jax_compilation_cache
 from iris.jax.init import initialize_jax
 
-SECRETS = "RIGGING_SECRETS_DIR"
-"""Environment variable with the folder in which Iris gives a task each secret as a file."""
+from marin_rl.utils import multihost
+from marin_rl.utils.iris_hosts import set_secrets
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the only argument names, a JSON list with the arguments of the command.
 
-    Exit status: that of the command, or 75 (`EX_TEMPFAIL`) if SIGTERM stopped it before its end.
+    Exit status: that of the command, or 75 (`EX_TEMPFAIL`) if SIGTERM stopped it, or another process of the job.
     """
     [given] = sys.argv[1:] if argv is None else argv
     command, *arguments = json.loads(given)
-    _set_secrets()
+    set_secrets()
     _join_gang()
     with _received_signals() as received:
         status = importlib.import_module(f"marin_rl.{command}").main(arguments)
         if status == 0:
-            return os.EX_TEMPFAIL if signal.SIGTERM in received() else 0
+            # All processes of a gang must be started again, or those that are would wait for the others.
+            return os.EX_TEMPFAIL if multihost.any_process(signal.SIGTERM in received()) else 0
     error = getattr(sys, "last_exc", None)
     if status == 1 and not _may_be_temporary(error):
         client, attempt = iris_ctx().client, iris_ctx().task_attempt
@@ -47,13 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = f"marin_rl.{command} ended with an error; see the log" if error is None else str(error)
         client.fail_tasks((attempt,), reason=reason)
     return status
-
-
-def _set_secrets() -> None:
-    """Set an environment variable for each secret, as the libraries that use them expect."""
-    if folder := os.environ.get(SECRETS):
-        for file in Path(folder).iterdir():
-            os.environ.setdefault(file.name, file.read_text(encoding="utf-8"))
 
 
 def _join_gang() -> None:

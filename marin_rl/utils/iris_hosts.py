@@ -1,11 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a job of Iris asks of its hosts. Iris takes seconds to import."""
+"""What a job of Iris asks of its hosts, and gets there. Iris takes seconds to import."""
 
+import os
+from collections.abc import Collection
 from typing import Any
 
 from iris.cluster.types import CoschedulingConfig, ResourceSpec, tpu_device
+from rigging.secrets import list_secret_names, secret_path
 
 from marin_rl.utils.devices.slice_names import SliceName
 
@@ -31,3 +34,14 @@ def gang(kind: SliceName | None) -> dict[str, Any]:
     if kind is None:
         return {}
     return {"replicas": kind.num_hosts, "coscheduling": CoschedulingConfig(group_by="tpu-name")}
+
+
+def set_secrets(hidden: Collection[str] = ()) -> None:
+    """Set an environment variable for each secret of this task, as the libraries that use them expect.
+
+    Iris gives a task its secrets as files. Those in `hidden` stay there, so that other processes do not inherit them.
+    """
+    for name in list_secret_names():
+        if name not in hidden:
+            # Not as text, which would change the ends of lines.
+            os.environ[name] = secret_path(name).read_bytes().decode()
