@@ -15,13 +15,14 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from connectrpc.code import Code
 from connectrpc.errors import ConnectError
 from iris.actor.client import ActorClient
 from iris.actor.server import ActorServer
 from iris.client.client import Job, iris_ctx
-from iris.client.workload import JobState
 from iris.cluster.client.job_info import JobInfo, get_job_info
 from iris.cluster.types import Entrypoint, EnvironmentSpec
+from iris.resources.state import is_job_finished
 from iris.rpc import job_pb2
 from rigging.secrets import get_secret
 
@@ -34,6 +35,7 @@ from marin_rl.distributed.worker_program import RunWorker, WorkerProgram
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.iris_hosts import gang, host_resources, set_secrets
 from marin_rl.utils.settings.fields import is_loopback
+from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import to_yaml
 
 logger = logging.getLogger(__name__)
@@ -84,8 +86,9 @@ class TrainerClient(LocalClient):
         if time.monotonic() > self._checked + POLL_SECONDS:
             self._checked = time.monotonic()
             for job in self.jobs:
-                if job.state_only() is JobState.FAILED:
-                    return f"{job.job_id.name}: {job.status().error_message}"
+                # That of a slice may fail as one whose hosts failed, and a user may cancel it.
+                if is_job_finished(state := job.state_only()):
+                    return f"{job.job_id.name} {state.value}: {job.status().error_message}".rstrip(": ")
         return None
 
 
@@ -111,7 +114,8 @@ def iris_workers(
         opened.callback(_shut_down, client)
         program = WorkerProgram(run_worker, to_yaml(config), inputs, vocab_size, base, "")
         for first in range(0, config.workers.num_workers, _hosts(config.workers)):
-            client.jobs.append(_submit(config.workers, program, secret, name, first))
+            with _refusals():
+                client.jobs.append(_submit(config.workers, program, secret, name, first))
         yield client
 
 
@@ -144,7 +148,7 @@ def _submit(workers: WorkersConfig, program: WorkerProgram, secret: str, endpoin
     return client.submit(
         Entrypoint.from_callable(_run, program, endpoint, first),
         f"worker-{first}",
-        host_resources(kind, workers.reserved[CPU] if kind is None else None),
+        host_resources(kind, workers.resources.get(CPU, 1.0 if kind is None else None)),
         environment=EnvironmentSpec(secrets={SECRET: secret}),
         **gang(kind),
         max_retries_failure=MAX_RETRIES,
@@ -152,6 +156,19 @@ def _submit(workers: WorkersConfig, program: WorkerProgram, secret: str, endpoin
         # Workers of an earlier start of the trainer have another secret.
         existing_job_policy=job_pb2.EXISTING_JOB_POLICY_RECREATE,
     )
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise the refusal of a job that no host of the cluster can run as a mistake in the config."""
+    try:
+        yield
+    except ConnectError as error:
+        if error.code is not Code.FAILED_PRECONDITION:
+            raise
+        raise ConfigError(
+            f"the cluster refuses the rollout workers: {error.message}; change workers.tpu_slice or workers.resources"
+        ) from error
 
 
 def _run(program: WorkerProgram, endpoint: str, first: int) -> None:
@@ -167,9 +184,13 @@ def _shut_down(client: TrainerClient) -> None:
     """Stop the workers, and kill those that do not stop in time."""
     client.call(Coordinator.stop)
     deadline = time.monotonic() + SHUTDOWN_TIMEOUT
-    for job in client.jobs:
-        try:
-            job.wait(max(deadline - time.monotonic(), 0.1), poll_interval=1.0, raise_on_failure=False)
-        except (TimeoutError, ConnectError):
-            logger.warning("%s did not stop in time", job.job_id)
-            job.cancel()
+    try:
+        for job in client.jobs:
+            try:
+                job.wait(max(deadline - time.monotonic(), 0.1), poll_interval=1.0, raise_on_failure=False)
+            except TimeoutError:
+                logger.warning("%s did not stop in time", job.job_id)
+                job.cancel()
+    except ConnectError:
+        # Iris ends the workers with this task.
+        logger.warning("the workers could not be stopped", exc_info=True)

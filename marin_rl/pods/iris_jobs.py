@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -20,12 +21,13 @@ import click
 import httpx
 import yaml
 from connectrpc.errors import ConnectError
+from finelog.errors import StatsError
 from iris.cli.connect import connect_controller
 from iris.client.client import IrisClient, Job
 from iris.cluster.constraints import preemptible_constraint, zone_constraint
 from iris.cluster.tpu_topology import TPU_TOPOLOGIES
 from iris.cluster.types import Entrypoint, EnvironmentSpec
-from iris.resources.state import JobState
+from iris.resources.state import JobState, is_job_finished
 from iris.rpc import job_pb2
 from rigging.timing import Timestamp
 
@@ -38,6 +40,8 @@ TASK = "marin_rl.pods.task"
 """Module that runs a command in a task."""
 POLL_SECONDS = 1.0
 """Seconds between two polls of a job."""
+RETRY_SECONDS = 10.0
+"""Seconds until the next attempt to read a log."""
 CONNECT_TIMEOUT = 20.0
 """Timeout of the first connection to a cluster in seconds. Iris's client would try again for half an hour."""
 
@@ -77,7 +81,8 @@ def run_launch(
             for action in ("describe", "logs", "cancel"):
                 report(_iris_command(config.cluster, action, job))
         try:
-            return _follow(job, submitted, report)
+            with _cluster_errors("the job goes on, but cannot be followed"):
+                return _follow(job, submitted, report)
         except KeyboardInterrupt:
             if config.cluster is None:
                 raise
@@ -124,7 +129,9 @@ def open_cluster(cluster: str | None) -> Iterator[IrisClient]:
         with _cluster_errors(f"cannot connect to the cluster {shown}"):
             controller = opened.enter_context(connect_controller(**where))
             httpx.get(f"{controller.url}/health", timeout=CONNECT_TIMEOUT)
-            remote = IrisClient.remote(controller.url, workspace=Path.cwd(), credentials=controller.credentials)
+            # Local hosts run in this folder, which may be too large to be copied.
+            copied = None if cluster is None else Path.cwd()
+            remote = IrisClient.remote(controller.url, workspace=copied, credentials=controller.credentials)
         yield opened.enter_context(remote)
 
 
@@ -163,7 +170,8 @@ def _cluster_errors(what: str) -> Iterator[None]:
         raise ClusterError(f"{what}: {error.format_message()}") from error
     except ConnectError as error:
         raise ClusterError(f"{what}: {error.message}") from error
-    except (ValueError, OSError, httpx.HTTPError) as error:
+    # Iris takes a file for a mapping, whatever it contains.
+    except (ValueError, OSError, AttributeError, yaml.YAMLError, httpx.HTTPError) as error:
         raise ClusterError(f"{what}: {error}") from error
 
 
@@ -203,9 +211,20 @@ def _follow(job: Job, submitted: Timestamp | None, report: Callable[[str], None]
         if status.pending_reason != reason and (reason := status.pending_reason):
             report(f"the job waits: {reason}")
         time.sleep(POLL_SECONDS)
-    # A job keeps the log of an earlier one of its name.
-    for entry in job.follow_logs(start=submitted, poll_interval=POLL_SECONDS):
-        report(f"[{entry.task_id.task_index}] {entry.data}")
+    printed, is_read = 0, False
+    while not is_read:
+        # A job keeps the log of an earlier one of its name.
+        entries = job.follow_logs(start=submitted, poll_interval=POLL_SECONDS)
+        try:
+            for entry in itertools.islice(entries, printed, None):
+                printed += 1
+                report(f"[{entry.task_id.task_index}] {entry.data}")
+            is_read = True
+        except StatsError as error:
+            # Such as during a restart of the controller. Iris repeats other requests itself.
+            report(f"the log cannot be read: {error}")
+            is_read = is_job_finished(job.state_only())
+            time.sleep(RETRY_SECONDS)
     status = job.wait(timeout=float("inf"), raise_on_failure=False)
     report(f"job {job.job_id} {status.state.value}: {status.error_message}".rstrip(": "))
     return 0 if status.state is JobState.SUCCEEDED else 1

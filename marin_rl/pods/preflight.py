@@ -76,7 +76,8 @@ def check_command(
             "folder of a bucket, --run_dir gs://BUCKET/RUN, or to the absolute path of a mounted file system"
         )
     if config.slice is not None:
-        _check_memory(config.slice, arguments, report)
+        flags = {"--" + flag.replace("_", mark) for flag in RESUME_FLAGS for mark in "_-"}
+        _check_memory(config.slice, [argument for argument in arguments if argument not in flags], report)
     return parsed.run_dir
 
 

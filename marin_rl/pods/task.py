@@ -22,7 +22,11 @@ from iris.jax.compile_cache import configure_jax_compilation_cache
 from iris.jax.init import initialize_jax
 
 from marin_rl.utils import multihost
+from marin_rl.utils.errors import brief
 from marin_rl.utils.iris_hosts import set_secrets
+
+MISTAKES = 1, 2
+"""Exit statuses of commands after which another attempt would end with the same, unless the error may be temporary."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             # All processes of a gang must be started again, or those that are would wait for the others.
             return os.EX_TEMPFAIL if multihost.any_process(signal.SIGTERM in received()) else 0
     error = getattr(sys, "last_exc", None)
-    if status == 1 and not _may_be_temporary(error):
+    if status in MISTAKES and not _may_be_temporary(error):
         client, attempt = iris_ctx().client, iris_ctx().task_attempt
         assert client is not None
         assert attempt is not None
-        reason = f"marin_rl.{command} ended with an error; see the log" if error is None else str(error)
+        reason = f"marin_rl.{command} ended with status {status}; see the log" if error is None else brief(str(error))
         client.fail_tasks((attempt,), reason=reason)
     return status
 

@@ -170,7 +170,8 @@ def test_absolute_paths_are_reported() -> None:
 def test_the_plan_is_reported(status: int, reported: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     planned = fake_plan(status, monkeypatch)
-    checked(*VALID, config=LaunchConfig(slice="v5p-32"), report=lines.append)
+    # A plan has no run to resume.
+    checked(*VALID, "--accept-changes", config=LaunchConfig(slice="v5p-32"), report=lines.append)
     assert lines == [reported]
     assert planned == [[sys.executable, "-m", "marin_rl.plan", "--topology", "v5p-32", *VALID]]
 
