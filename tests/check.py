@@ -53,9 +53,11 @@ OTHER_MEDIUM_TESTS = (
     "tests/pods/test_iris_jobs.py",
     "tests/pods/test_launch.py",
     "tests/pods/test_preflight.py",
+    "tests/pods/test_task.py",
     "tests/runs/test_checkpoint.py",
     "tests/sampling/test_cached_model.py",
     "tests/training/test_loop.py",
+    "tests/utils/test_iris_hosts.py",
     *(
         f"tests/serving/tinker/test_trainer.py::test_{name}"
         for name in (
