@@ -4,6 +4,7 @@
 """Calls to the coordinator from the trainer and the rollout workers."""
 
 import abc
+import asyncio
 import inspect
 import logging
 import time
@@ -71,6 +72,8 @@ class LocalClient(CoordinatorClient):
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self._loop = BackgroundLoop()
+        # Its first call starts the thread, and later ones may be made at once.
+        self._loop.submit(asyncio.sleep(0)).result()
 
     def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """See `CoordinatorClient`."""

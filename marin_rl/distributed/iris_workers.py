@@ -10,6 +10,7 @@ preempted.
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -64,12 +65,16 @@ class IrisClient(RemoteClient):
     def __init__(self, endpoint: str, no_progress_timeout: float) -> None:
         """Make a client of the coordinator that is registered under this name."""
         super().__init__(no_progress_timeout)
-        timeout = no_progress_timeout + ANSWER_SECONDS
-        self._actor = ActorClient(iris_ctx().resolver, endpoint, call_timeout=timeout, max_call_attempts=1)
+        timeout, resolver = no_progress_timeout + ANSWER_SECONDS, iris_ctx().resolver
+        self._connect = lambda: ActorClient(resolver, endpoint, call_timeout=timeout, max_call_attempts=1)
+        # One for each thread: a failed call of another thread would take the connection away.
+        self._own = threading.local()
 
     def ask(self, method: str, arguments: Any, named: Any, seconds: float) -> Any:
         """See `RemoteClient`; the time limit is that of the first call."""
-        return self._actor.call_by_name(method, arguments, named)
+        if not hasattr(self._own, "actor"):
+            self._own.actor = self._connect()
+        return self._own.actor.call_by_name(method, arguments, named)
 
 
 class TrainerClient(LocalClient):
