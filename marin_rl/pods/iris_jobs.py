@@ -73,7 +73,7 @@ def run_launch(
     with interruptible(), open_cluster(config.cluster) as client:
         started = Timestamp.now()
         with _cluster_errors("the job was not submitted"):
-            job = _submit(client, config, command, name, preemptible)
+            job = submit(client, config, command, name, preemptible=preemptible)
             submitted = job.status().submitted_at
         if submitted is not None and submitted < started:
             report(f"job {job.job_id} runs already, with the arguments of its start")
@@ -175,7 +175,8 @@ def _cluster_errors(what: str) -> Iterator[None]:
         raise ClusterError(f"{what}: {error}") from error
 
 
-def _submit(client: IrisClient, config: LaunchConfig, command: Sequence[str], name: str, preemptible: bool) -> Job:
+def submit(client: IrisClient, config: LaunchConfig, command: Sequence[str], name: str, *, preemptible: bool) -> Job:
+    """Submit a job, or return the one of this name that runs; arguments as of `run_launch`."""
     kind = config.kind
     environment = {"PYTHONUNBUFFERED": "1"}
     if config.cluster is None:

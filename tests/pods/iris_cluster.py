@@ -21,7 +21,7 @@ from iris.cluster.local_cluster import LocalCluster
 from iris.cluster.types import JobName
 
 from marin_rl.pods.config import LaunchConfig
-from marin_rl.pods.iris_jobs import job_name, local_cluster, run_launch
+from marin_rl.pods.iris_jobs import job_name, local_cluster, run_launch, submit
 from tests.cpu_host import cpu_host
 
 TIMEOUT = 400.0
@@ -49,14 +49,17 @@ class TestCluster:
 
     def launch(self, command: Sequence[str], devices: int = 1, **settings: Any) -> tuple[int, list[str]]:
         """Run a command as a job, in the main thread; return the exit status and the printed lines."""
-        environment = {
-            **cpu_host(devices),
-            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", ""),
-            **settings.pop("env", {}),
-        }
-        lines: list[str] = []
-        config = LaunchConfig(cluster=self.address, env=environment, **settings)
+        config, lines = self._config(devices, settings), list[str]()
         return run_launch(config, command, job_name(command, None), preemptible=False, report=lines.append), lines
+
+    def submit(self, command: Sequence[str]) -> None:
+        """Submit the job of a command without following it."""
+        submit(self.client, self._config(1, {}), command, job_name(command, None), preemptible=False)
+
+    def _config(self, devices: int, settings: dict[str, Any]) -> LaunchConfig:
+        cache = {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", "")}
+        environment = {**cpu_host(devices), **cache, **settings.pop("env", {})}
+        return LaunchConfig(cluster=self.address, env=environment, **settings)
 
     def job(self, command: Sequence[str]) -> Job:
         """Return the job of a command."""

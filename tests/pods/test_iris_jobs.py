@@ -134,17 +134,20 @@ def test_rollout_workers_end_with_the_run(cluster: TestCluster, tmp_path: Path) 
     assert {name for name in os.listdir("/dev/shm") if not name.startswith("iris-secrets")} <= shared
 
 
-def test_a_killed_rollout_worker_is_replaced_and_a_cancelled_job_leaves_nothing(
+def test_the_same_command_follows_a_job_whose_killed_worker_is_replaced_and_a_cancel_leaves_nothing(
     cluster: TestCluster, tmp_path: Path
 ) -> None:
     run = make_async(tmp_path / "async", 100_000)
     command = ["train", *run.argv]
+    cluster.submit(command)
+    until(lambda: steps_recorded(run, 1))
     with (
         meanwhile(lambda: steps_recorded(run, 1), lambda: end_process("/worker-1/", signal.SIGKILL)),
         meanwhile(lambda: is_replaced(run), lambda: cluster.job(command).cancel()),
     ):
         status, lines = cluster.launch(command)
     assert status == 1
+    assert "runs already" in lines[0]
     assert "killed" in lines[-1]
     assert max(record.get("staleness/max", 0) for record in run.records()) == 1
     until(lambda: nothing_is_left(cluster, cluster.job(command).job_id.name))
