@@ -28,8 +28,6 @@ class ChipGeneration:
     """Chips of one host of a slice of several hosts, along each dimension."""
     max_hosts: int
     """Largest number of hosts in a slice."""
-    runtime_version: str
-    """Software of the hosts for JAX, see https://cloud.google.com/tpu/docs/runtimes; empty if it is not known."""
     single_host: int = 0
     """Slices of at most this number of chips have one host."""
     cores_in_name: int = 1
@@ -65,19 +63,17 @@ class ChipGeneration:
         return f"{self.name}:{'x'.join(map(str, self.default_shape(16)))}"
 
 
-_OLD, _CUBES = "tpu-ubuntu2204-base", (2, 2, 1)
+_CUBES = (2, 2, 1)
 GENERATIONS = {
     generation.name: generation
     for generation in (
-        ChipGeneration("v2", (2, 2), 64, _OLD, cores_in_name=2),
-        ChipGeneration("v3", (2, 2), 256, _OLD, cores_in_name=2),
-        ChipGeneration("v4", _CUBES, 1024, _OLD, cores_in_name=2),
-        ChipGeneration(
-            "v5e", (2, 2), 64, "v2-alpha-tpuv5-lite", single_host=8, accelerator="v5litepod", aliases=("v5lite",)
-        ),
-        ChipGeneration("v5p", _CUBES, 1536, "v2-alpha-tpuv5", cores_in_name=2),
-        ChipGeneration("v6e", (2, 2), 64, "v2-alpha-tpuv6e", single_host=8),
-        ChipGeneration("v7x", _CUBES, 2304, "", cores_in_name=2, accelerator="tpu7x"),
+        ChipGeneration("v2", (2, 2), 64, cores_in_name=2),
+        ChipGeneration("v3", (2, 2), 256, cores_in_name=2),
+        ChipGeneration("v4", _CUBES, 1024, cores_in_name=2),
+        ChipGeneration("v5e", (2, 2), 64, single_host=8, accelerator="v5litepod", aliases=("v5lite",)),
+        ChipGeneration("v5p", _CUBES, 1536, cores_in_name=2),
+        ChipGeneration("v6e", (2, 2), 64, single_host=8),
+        ChipGeneration("v7x", _CUBES, 2304, cores_in_name=2, accelerator="tpu7x"),
     )
 }
 """Generations by name. Hosts: Google's pages of each (eight chips of v5e and v6e are one host, in larger slices hosts
