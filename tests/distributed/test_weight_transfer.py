@@ -143,7 +143,7 @@ def test_received_weights_may_be_donated():
 
 @pytest.mark.medium
 def test_weights_are_resharded_from_four_hosts_to_other_meshes():
-    command = [sys.executable, "-m", "tests.distributed.weights.resharding"]
+    command = [sys.executable, "-m", "tests.distributed.resharding"]
     done = fork_server.run(command, {**os.environ, **cpu_host(8)})
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
