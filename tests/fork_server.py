@@ -116,9 +116,11 @@ def popen(
     assert list(args[:2]) == [sys.executable, "-m"], args
     assert server.stdin is not None
     assert server.stdout is not None
+    # Ray sets this variable in the process that connects to a node, and reads it when it is imported, as in the server.
+    variables = {name: value for name, value in (env or os.environ).items() if name != "RAY_AUTH_MODE"}
     order = {
         "argv": list(args[2:]),
-        "env": dict(os.environ if env is None else env),
+        "env": variables,
         "cwd": str(cwd or Path.cwd()),
         "outputs": [str(Path((stdout if file is subprocess.STDOUT else file).name)) for file in (stdout, stderr)],
         "kill_at": kill_at,
