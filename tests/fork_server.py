@@ -117,7 +117,7 @@ def popen(
     assert server.stdin is not None
     assert server.stdout is not None
     # Ray sets this variable in the process that connects to a node, and reads it when it is imported, as in the server.
-    variables = {name: value for name, value in (env or os.environ).items() if name != "RAY_AUTH_MODE"}
+    variables = {name: value for name, value in (os.environ if env is None else env).items() if name != "RAY_AUTH_MODE"}
     order = {
         "argv": list(args[2:]),
         "env": variables,
