@@ -1,11 +1,48 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""RL post-training for language models: trainers for scripts and notebooks, and the parts of training loops.
+
+The names below are public; see the page on the API for what is promised of them. They are imported when they are used.
+"""
+
+import importlib
 import importlib.util
 import logging
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from marin_rl.config.supervised_config import DpoConfig as DpoConfig
+    from marin_rl.config.supervised_config import SftConfig as SftConfig
+    from marin_rl.config.train_config import TrainConfig as TrainConfig
+    from marin_rl.environments.base import AbstractEnvironment as AbstractEnvironment
+    from marin_rl.environments.base import Episode as Episode
+    from marin_rl.environments.base import Step as Step
+    from marin_rl.rewards.sandbox.functions import EvaluateResult as EvaluateResult
+    from marin_rl.rewards.sandbox.functions import reward_function as reward_function
+    from marin_rl.trainers import DPOTrainer as DPOTrainer
+    from marin_rl.trainers import RLTrainer as RLTrainer
+    from marin_rl.trainers import SFTTrainer as SFTTrainer
+    from marin_rl.types import Generation as Generation
+    from marin_rl.types import Message as Message
+    from marin_rl.types import Rollout as Rollout
+    from marin_rl.types import RolloutGroup as RolloutGroup
+    from marin_rl.types import Task as Task
+    from marin_rl.types import Turn as Turn
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "config.supervised_config": ("DpoConfig", "SftConfig"),
+    "config.train_config": ("TrainConfig",),
+    "environments.base": ("AbstractEnvironment", "Episode", "Step"),
+    "rewards.sandbox.functions": ("EvaluateResult", "reward_function"),
+    "trainers": ("DPOTrainer", "RLTrainer", "SFTTrainer"),
+    "types": ("Generation", "Message", "Rollout", "RolloutGroup", "Task", "Turn"),
+}
+_PUBLIC = {name: f"marin_rl.{module}" for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_PUBLIC)
 
 # Equinox's runtime checks are host callbacks, and programs with host callbacks are not kept in the compilation cache.
 os.environ.setdefault("EQX_ON_ERROR", "off")
@@ -17,3 +54,14 @@ if not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu"))):
 
 # Transformers 5 says so when it is imported; models here need no PyTorch.
 logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found"))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'marin_rl' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

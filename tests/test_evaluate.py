@@ -163,7 +163,7 @@ def test_temperature_and_split_change_results(finished_run: TinyRun):
     config = EvaluateConfig(str(finished_run.path), step=0)
     _, own = run_evaluation(config)
     _, hot = run_evaluation(dataclasses.replace(config, temperature=50.0))
-    _, validation = run_evaluation(dataclasses.replace(config, validation=True))
+    _, validation = run_evaluation(dataclasses.replace(config, split=Split.VALIDATION))
     # At this temperature sampled replies are noise; greedy replies do not depend on it.
     assert hot["eval/ones/accuracy_sampled"] < own["eval/ones/accuracy_sampled"]
     assert hot["eval/ones/accuracy_greedy"] == own["eval/ones/accuracy_greedy"]

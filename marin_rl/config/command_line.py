@@ -162,24 +162,40 @@ def parse_arguments(
 ) -> ParsedConfig[ConfigT]:
     """Parse arguments to a config; see `parse_config`."""
     layers = [defaults, *arguments.layers()]
-    import_types(config_class, layers)
     if arguments.help_section is not None:
+        import_types(config_class, layers)
         sys.stdout.write(help_text(config_class, flags, arguments.help_section))
         raise HelpShown(0)
+    return ParsedConfig(decode_layers(config_class, layers, arguments), arguments)
+
+
+def decode_layers(
+    config_class: type[ConfigT], layers: Sequence[Mapping[str, Any]], arguments: "Arguments | None" = None
+) -> ConfigT:
+    """Decode layers of raw values of a config, in the order of increasing precedence.
+
+    `arguments` are those of the command line, for error messages; None if the values are from elsewhere.
+
+    Raises:
+        ConfigError: if a key is invalid; the message names all invalid keys.
+    """
+    import_types(config_class, layers)
     raw = merge_layers(config_class, layers)
     with suggesting(config_class, raw, arguments):
-        return ParsedConfig(decode(config_class, raw), arguments)
+        return decode(config_class, raw)
 
 
 @contextlib.contextmanager
-def suggesting(config_class: Any, raw: Mapping[str, Any], arguments: "Arguments") -> Iterator[None]:
+def suggesting(config_class: Any, raw: Mapping[str, Any], arguments: "Arguments | None") -> Iterator[None]:
     """Add the right section to keys in the wrong one, and the options of missing keys."""
     try:
         yield
     except ConfigError as error:
         known = all_keys(config_class, raw)
         problems = [_suggest_section(problem, known) for problem in error.problems]
-        raise ConfigError(*(problems if arguments.config_paths else map(_suggest_option, problems))) from error
+        if arguments is not None and not arguments.config_paths:
+            problems = [*map(_suggest_option, problems)]
+        raise ConfigError(*problems) from error
 
 
 @contextlib.contextmanager

@@ -230,6 +230,12 @@ def _check_async(config: TrainConfig) -> Iterator[str]:
             f"{batch_scoped[0]} has scope: batch, which needs all rollouts of a step together; with mode: async "
             "they run at different times in different workers, so use scope: group, or mode: sync"
         )
+    for key, section in nested_sections(config.environment, "environment"):
+        if getattr(section, "is_in_process", False):
+            yield (
+                f"{key} is an object of this Python program, which rollout workers do not have; write it into a file "
+                "that the config names, or set mode: sync"
+            )
     if isinstance(config.sampler, OpenAiSamplerConfig):
         yield from _check_openai_sampler(config, config.sampler.base_url)
     casts = config.weights.dtype is not TransferDtype.PARAMETER

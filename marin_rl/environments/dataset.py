@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Lt
 
@@ -36,9 +36,6 @@ from marin_rl.rewards.grading_process import GroundTruthError
 from marin_rl.rewards.reply_text import check_pattern
 from marin_rl.utils.settings.checks import check_fields
 from marin_rl.utils.settings.fields import LOCAL_FILE, LOCAL_PATH
-
-if TYPE_CHECKING:
-    pass
 
 CHECKED_ANSWERS = 100
 """Number of ground truths of each source that are checked at startup. Parsing all answers of a large dataset would
@@ -113,7 +110,7 @@ class DatasetConfig(EnvironmentConfig):
         if grader is not None:
             _check_answers(grader, (*problems[:CHECKED_ANSWERS], *separate[:CHECKED_ANSWERS]))
         if held_out is None:
-            splits = split_problems(problems, self._held_out_share, self.validation, source)
+            splits = self._split(problems, source)
         else:
             splits = _with_held_out(problems, separate, self.validation, source)
         environment = SingleTurnEnvironment(
@@ -130,13 +127,29 @@ class DatasetConfig(EnvironmentConfig):
             refuse_garbage_rewards(environment, source)
         return environment
 
+    def divide(self, rows: Iterable[Row], source: str) -> TaskSplits:
+        """Return the tasks of rows by split, if a share of them is held out.
+
+        Raises:
+            ValueError: if a row is invalid.
+            EmptySplitError: if a split with a positive share would be empty.
+        """
+        return self._split(self._to_problems(rows, source, source), source)
+
     def unused_columns(self) -> list[str]:
         """Return the columns of the first rows that are not used."""
         rows = itertools.islice(self._read(getattr(self, self.source_keys[0])), CHECKED_ROWS)
         return unused_columns(rows, self.rows.used_columns)
 
     def _problems(self, source: str, name: str) -> list[Problem]:
-        return without_duplicates((self.rows.problem(row, name) for row in self._read(source)), self._describe(source))
+        return self._to_problems(self._read(source), name, self._describe(source))
+
+    def _to_problems(self, rows: Iterable[Row], name: str, source: str) -> list[Problem]:
+        needs_answer = not isinstance(self.grader, NoGraderConfig)
+        return without_duplicates((self.rows.problem(row, name, needs_answer=needs_answer) for row in rows), source)
+
+    def _split(self, problems: Sequence[Problem], source: str) -> TaskSplits:
+        return split_problems(problems, self._held_out_share, self.validation, source)
 
     @abc.abstractmethod
     def _default_name(self) -> str:

@@ -58,8 +58,8 @@ class RowFormat:
                 f"rows.prompt_template {self.prompt_template!r} has no {_PLACEHOLDER} for the question; add it"
             )
 
-    def problem(self, row: Row, environment: str) -> Problem:
-        """Convert a row to a problem.
+    def problem(self, row: Row, environment: str, *, needs_answer: bool = True) -> Problem:
+        """Convert a row to a problem; without `needs_answer` the default answer column may be absent.
 
         Raises:
             ValueError: if a column is missing or invalid; the message names the row, the column and the available
@@ -76,7 +76,7 @@ class RowFormat:
             id=problem_id(text) if given_id is None else given_id,
             environment=environment,
             messages=messages,
-            answer=self._answer(row),
+            answer=self._answer(row, needs_answer),
             worked_answer=_optional(row, "worked_answer_column", self.worked_answer_column, default="worked_answer"),
         )
         return Problem(text, task, row.where)
@@ -102,7 +102,9 @@ class RowFormat:
         content = prompt if self.prompt_template is None else self.prompt_template.replace(_PLACEHOLDER, prompt)
         return question_text([Message(role="user", content=prompt)]), (Message(role="user", content=content),)
 
-    def _answer(self, row: Row) -> str:
+    def _answer(self, row: Row, is_needed: bool) -> str:
+        if not is_needed and _optional(row, "answer_column", self.answer_column, default="answer") is None:
+            return ""
         text = _text(row, "answer_column", self.answer_column)
         if self.answer_regex is None:
             return text

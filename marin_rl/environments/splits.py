@@ -150,6 +150,10 @@ def without_duplicates(problems: Iterable[Problem], source: str) -> list[Problem
     return [dataclasses.replace(problem, copies=copies[text]) for text, problem in first.items()]
 
 
+class EmptySplitError(ValueError):
+    """A split with a positive share would be empty."""
+
+
 def split_problems(problems: Sequence[Problem], held_out: float, validation: float, source: str) -> TaskSplits:
     """Divide distinct problems by the hash of their texts.
 
@@ -157,7 +161,7 @@ def split_problems(problems: Sequence[Problem], held_out: float, validation: flo
     name the origin of the problems, `source`.
 
     Raises:
-        ValueError: if a split with a positive share would be empty.
+        EmptySplitError: if a split with a positive share would be empty.
     """
     splits: dict[Split, list[Task]] = {split: [] for split in Split}
     for problem in problems:
@@ -167,7 +171,7 @@ def split_problems(problems: Sequence[Problem], held_out: float, validation: flo
         if shares[split] > 0 and not tasks:
             total = sum(problem.copies for problem in problems)
             repeated = f" ({total - len(problems)} of all {total} are duplicates)" if total > len(problems) else ""
-            raise ValueError(
+            raise EmptySplitError(
                 f"{source}: none of its {len(problems)} distinct problems{repeated} fell into the {split.value} split; "
                 f"add problems with other texts, or use other shares than held_out {held_out} and validation "
                 f"{validation}"

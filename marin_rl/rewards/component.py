@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import draccus
 
@@ -87,6 +87,9 @@ class RewardComponent(Protocol):
 @dataclasses.dataclass(frozen=True)
 class RewardComponentConfig(ConfigSection, draccus.ChoiceRegistry, abc.ABC):
     """Config of a reward component, chosen by `type`."""
+
+    is_in_process: ClassVar[bool] = False
+    """Whether it calls a function of this Python program, without the sandbox."""
 
     @abc.abstractmethod
     def build(self, sandbox: Sandbox) -> RewardComponent:
@@ -217,11 +220,18 @@ def _resolve_scope(config: FunctionRewardConfig, functions: Mapping[str, Functio
     missing = sorted(set(function.required) - set(config.options))
     if missing:
         raise RewardConfigError(f"{subject} requires {', '.join(missing)}; set it under options")
-    if config.scope is None:
-        return RewardScope.POINTWISE if function.mode is RewardMode.POINTWISE else RewardScope.GROUP
-    if (config.scope is RewardScope.POINTWISE) is not (function.mode is RewardMode.POINTWISE):
-        valid = "pointwise" if function.mode is RewardMode.POINTWISE else "group or batch"
-        raise RewardConfigError(
-            f"{subject} has mode {function.mode.value}, so scope must be {valid}, got {config.scope.value}"
-        )
-    return config.scope
+    return resolve_scope(config.scope, function.mode, subject)
+
+
+def resolve_scope(scope: RewardScope | None, mode: RewardMode, subject: str) -> RewardScope:
+    """Return the scope of a function, by default that of its mode; `subject` names it for the error message.
+
+    Raises:
+        RewardConfigError: if the scope does not fit the mode.
+    """
+    if scope is None:
+        return RewardScope.POINTWISE if mode is RewardMode.POINTWISE else RewardScope.GROUP
+    if (scope is RewardScope.POINTWISE) is not (mode is RewardMode.POINTWISE):
+        valid = "pointwise" if mode is RewardMode.POINTWISE else "group or batch"
+        raise RewardConfigError(f"{subject} has mode {mode.value}, so scope must be {valid}, got {scope.value}")
+    return scope

@@ -64,6 +64,8 @@ class RewardFunctions:
             for name, configs in (components or {}).items()
             if configs
         }
+        configs = [config for of_environment in (components or {}).values() for config in of_environment]
+        self._starts_sandbox = runs_programs or not all(config.is_in_process for config in configs)
         self._is_started = bool(self._by_environment) or runs_programs
         if self._is_started:
             starting = self._loop.submit(self._start())
@@ -93,7 +95,8 @@ class RewardFunctions:
         return [component for components in self._by_environment.values() for component in components]
 
     async def _start(self) -> None:
-        await self._sandbox.start()
+        if self._starts_sandbox:
+            await self._sandbox.start()
         await check_components(self._components())
 
     async def score_rollout(self, builder: RolloutBuilder) -> None:

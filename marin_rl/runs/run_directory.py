@@ -9,6 +9,7 @@ metrics.jsonl   one JSON object per step
 rollouts/       sampled rollouts
 checkpoints/    training state for resuming
 tokens.arrow    tokenized rows of supervised training
+rows.jsonl      rows that a Python program gave
 hf/             trained model in Hugging Face format
 log.txt         log messages
 curves.png      plots of reward, accuracy and other metrics
@@ -43,7 +44,7 @@ MANIFEST = "manifest.json"
 OWN_NAMES = frozenset(
     [
         *("config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "hf", "log.txt", "curves.png", "profile"),
-        *("tokens.arrow", "processes", "workers", "job.json", ".lock"),
+        *("tokens.arrow", "processes", "workers", "job.json", "rows.jsonl", ".lock"),
     ]
 )
 """Names in a run directory that runs write."""

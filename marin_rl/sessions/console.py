@@ -3,21 +3,23 @@
 
 """Progress display of a run, and the summary at its end.
 
-On a terminal, two lines at the bottom are redrawn. In a pipe or under CI, plain lines are printed, about
-`MAX_PLAIN_LINES` per run.
+On a terminal, two lines at the bottom are redrawn, and a notebook has a bar. In a pipe or under CI, plain lines are
+printed, about `MAX_PLAIN_LINES` per run.
 """
 
 import collections
+import html
 import io
 import itertools
 import logging
 import math
 import os
 import shlex
+import sys
 import time
 import types
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
@@ -68,6 +70,20 @@ def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return stream.isatty() and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 
+def notebook_output(stream: TextIO) -> Any:
+    """Return the handle of an output that can be replaced, if a stream is that of a notebook; otherwise None."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if stream is not sys.stdout or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import DisplayHandle
+
+    return DisplayHandle()
+
+
+NOTEBOOK_SECONDS = 0.25
+"""Minimum seconds between two changes of a notebook's output."""
+
+
 class ProgressDisplay:
     """Progress display of a run. Used as a context manager."""
 
@@ -98,8 +114,12 @@ class ProgressDisplay:
         self._step = 0
         self._shown: dict[str, str] = {}
         self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4)
+        self._cell = notebook_output(stream)
+        self._cell_time = -math.inf
 
     def __enter__(self) -> "ProgressDisplay":
+        if self._cell is not None:
+            self._cell.display(self._cell_content(), raw=True)
         if self._live_lines:
             self._live.start()
         return self
@@ -127,7 +147,11 @@ class ProgressDisplay:
         shown = self._shown | _shown_metrics(metrics)
         self._shown = {name: shown[name] for name in SHOWN if name in shown}
         evaluated = any(name.startswith("eval/") for name in metrics)
-        if self._live_lines:
+        if self._cell is not None:
+            if step == self._total or self._clock() - self._cell_time >= NOTEBOOK_SECONDS:
+                self._cell.update(self._cell_content(), raw=True)
+                self._cell_time = self._clock()
+        elif self._live_lines:
             self._live.refresh()
             report_lost_output()
         elif evaluated or step in (1, self._total) or step % self._every == 0:
@@ -143,6 +167,14 @@ class ProgressDisplay:
         if len(self._times) < 2:
             return ""
         return format_seconds((self._times[-1] - self._times[0]) / (len(self._times) - 1) * (self._total - self._step))
+
+    def _cell_content(self) -> dict[str, str]:
+        """Progress as text and as HTML, by MIME type."""
+        remaining = [f"{left} left"] if (left := self._remaining()) else []
+        parts = [f"step {self._step}/{self._total}", *(f"{name} {text}" for name, text in self._shown.items())]
+        text = SEPARATOR.join(parts + remaining)
+        bar = f'<progress max="{max(self._total, 1)}" value="{self._step}"></progress>'
+        return {"text/plain": text, "text/html": f"{bar} {html.escape(text).replace(SEPARATOR, ' &ensp; ')}"}
 
     def _draw(self) -> RenderableType:
         width = self.console.width

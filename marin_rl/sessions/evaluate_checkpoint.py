@@ -34,8 +34,8 @@ class EvaluateConfig(ConfigSection):
     """Run directory, a path or an address such as `gs://bucket/run`; evaluation changes no file in it."""
     step: int | None = None
     """Step of the checkpoint; the newest valid checkpoint by default."""
-    validation: bool = False
-    """Evaluate on the validation tasks instead of the held-out ones."""
+    split: Split = Split.HELD_OUT
+    """Tasks to evaluate on: `held_out`, `validation` or `train`."""
     temperature: (
         Annotated[float, Ge(MIN_TEMPERATURE), "or use evaluation.greedy for attempts at temperature 0"] | None
     ) = None
@@ -56,11 +56,6 @@ class EvaluateConfig(ConfigSection):
     def __post_init__(self) -> None:
         check_fields(self)
         storage_path(self.run, "run")
-
-    @property
-    def split(self) -> Split:
-        """The split to evaluate on."""
-        return Split.VALIDATION if self.validation else Split.HELD_OUT
 
 
 def run_evaluation(config: EvaluateConfig) -> tuple[int, dict[str, float]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from marin_rl.config.command_line import merge_layers
+from marin_rl.config.command_line import decode_layers
 from marin_rl.config.input_files import file_problems
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.runs.lock import RunInUseError
@@ -28,7 +28,6 @@ from marin_rl.utils.errors import USER_ERRORS, RunDirectoryError, UserError, exp
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.checks import ConfigSection, check_fields
 from marin_rl.utils.settings.decode import decode
-from marin_rl.utils.settings.imports import import_types
 from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.signals import interruptible
 from marin_rl.utils.storage import StoragePath, path_digest, read_small, storage_path, write_bytes, writing
@@ -274,9 +273,7 @@ def _config_of(job: Job) -> AbstractRunConfig:
         raise ConfigError(*problems)
     kind = config_class(job.config)
     paths = [_nested(key, value.path) for key, value in job.inputs.items()]
-    values = merge_layers(kind, [job.config, *paths, {"run_dir": job.run_dir}])
-    import_types(kind, [values])
-    config = decode(kind, values)
+    config = decode_layers(kind, [job.config, *paths, {"run_dir": job.run_dir}])
     problems = list(file_problems(config))
     if config.trainer.distributed.initialize_jax_distributed:
         problems.append("trainer.distributed.initialize_jax_distributed is true, but a job has one process; remove it")

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,35 @@ def _package_of(folder: Path) -> str:
 
 def _package_name(folder: Path) -> str:
     return f"marin_rl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+_SHARED: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def sharing(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Make objects of this program available to configs, which name them, for the duration of a `with` block."""
+    before = dict(_SHARED)
+    _SHARED.update(objects)
+    try:
+        yield
+    finally:
+        _SHARED.clear()
+        _SHARED.update(before)
+
+
+def shared_object(name: str) -> Any:
+    """Return an object that this program shares.
+
+    Raises:
+        UserFileError: if there is none, as in another program than the one that started the run.
+    """
+    if name not in _SHARED:
+        raise UserFileError(
+            f"{name!r} is an object of the Python program that started the run, which is not here: open the run with "
+            "marin_rl.RLTrainer.load in a program that has it, or write it into a file that the config names"
+        )
+    return _SHARED[name]
 
 
 _SERVER = ("starlette", "uvicorn", "prometheus_client")
