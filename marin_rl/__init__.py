@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ if not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu"))):
 
 # Transformers 5 says so when it is imported; models here need no PyTorch.
 logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found"))
+# In notebooks without ipywidgets, which nothing here needs.
+logging.getLogger("ray.widgets.util").addFilter(lambda record: not record.getMessage().startswith("Missing packages"))
+warnings.filterwarnings("ignore", "IProgress not found")
 
 
 def __getattr__(name: str) -> Any:

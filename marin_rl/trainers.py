@@ -166,14 +166,15 @@ class AbstractTrainer(abc.ABC):
         Raises:
             UserError: if no step has been recorded.
         """
-        # Registers the display of figures in notebooks.
-        import matplotlib.pyplot  # noqa: F401
+        from matplotlib import pyplot
 
         from marin_rl.runs.curves import draw
 
         records = self.metrics
         if not (plots := plots_of(records)):
             raise UserError(f"the run in {self.config.run_dir!r} has no metrics yet; train it first")
+        # Loads the backend, which registers the display of figures in notebooks.
+        pyplot.switch_backend(pyplot.get_backend())
         return draw(plots, records)
 
 

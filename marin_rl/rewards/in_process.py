@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,13 +62,17 @@ class InProcessRewardConfig(RewardComponentConfig):
         return InProcessReward(self, sandbox.config.wall_seconds)
 
 
+_Outcome = list[EvaluateResult] | RewardCallError
+"""The results of a call, or its failure."""
+
+
 class InProcessReward:
     """Scores rollouts with a function of this process, one call at a time, in a thread.
 
     A thread cannot be ended: a call that exceeds its time goes on without effect.
     """
 
-    waits_for_group = False
+    waits_for_group = True
 
     def __init__(self, config: InProcessRewardConfig, seconds: float):
         self.name = config.name
@@ -87,40 +92,54 @@ class InProcessReward:
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[EvaluateResult | RewardCallError]:
         """Score the rollouts with one call for each if the function is pointwise, else with one call for all."""
-        if self.scope is not RewardScope.POINTWISE:
-            return await self._call(requests)
-        results: list[EvaluateResult | RewardCallError] = []
-        for request in requests:
-            try:
-                results += await self._call([request])
-            except RewardCallError as error:
-                results.append(error)
-        return results
-
-    async def _call(self, requests: Sequence[RewardRequest]) -> list[EvaluateResult]:
-        assert self._function is not None
+        calls = [[request] for request in requests] if self.scope is RewardScope.POINTWISE else [requests]
+        outcomes: list[_Outcome] = []
         async with self._lock:
-            try:
-                outcome = await asyncio.wait_for(asyncio.to_thread(_outcome, self._function, requests), self._seconds)
-            except TimeoutError:
-                detail = f"it took longer than sandbox.wall_seconds = {self._seconds:g}; its thread still runs"
-                raise RewardCallError(RewardFailure.TIMEOUT, detail) from None
+            while len(outcomes) < len(calls):
+                outcomes += await self._run(calls[len(outcomes) :])
+        if self.scope is RewardScope.POINTWISE:
+            return [outcome if isinstance(outcome, RewardCallError) else outcome[0] for outcome in outcomes]
+        [outcome] = outcomes
         if isinstance(outcome, RewardCallError):
             raise outcome
         return outcome
+
+    async def _run(self, calls: Sequence[Sequence[RewardRequest]]) -> list[_Outcome]:
+        """Make calls in one thread; return the outcomes of all, or of those up to the first that takes too long."""
+        assert self._function is not None
+        outcomes: list[_Outcome] = []
+        is_abandoned = threading.Event()
+        work = asyncio.to_thread(_make_calls, self._function, calls, outcomes, is_abandoned)
+        thread = asyncio.create_task(work)
+        while True:
+            count = len(outcomes)
+            await asyncio.wait([thread], timeout=self._seconds)
+            if thread.done():
+                return outcomes
+            if len(outcomes) == count:
+                is_abandoned.set()
+                detail = f"it took longer than sandbox.wall_seconds = {self._seconds:g}; its thread still runs"
+                return [*outcomes[:count], RewardCallError(RewardFailure.TIMEOUT, detail)]
 
     async def close(self) -> None:
         """Do nothing; there are no resources."""
 
 
-def _outcome(function: RewardFunction, requests: Sequence[RewardRequest]) -> list[EvaluateResult] | RewardCallError:
-    try:
-        return evaluate(function, requests, {})
-    except RewardFunctionError as error:
-        return RewardCallError(RewardFailure.INVALID_ANSWER, str(error))
-    except BaseException as error:
-        # Also SystemExit and TimeoutError, which the caller would take for its own.
-        return RewardCallError(RewardFailure.RAISED, explain(error))
+def _make_calls(
+    function: RewardFunction,
+    calls: Sequence[Sequence[RewardRequest]],
+    outcomes: list[_Outcome],
+    is_abandoned: threading.Event,
+) -> None:
+    for requests in calls:
+        if is_abandoned.is_set():
+            return
+        try:
+            outcomes.append(evaluate(function, requests, {}))
+        except RewardFunctionError as error:
+            outcomes.append(RewardCallError(RewardFailure.INVALID_ANSWER, str(error)))
+        except BaseException as error:
+            outcomes.append(RewardCallError(RewardFailure.RAISED, explain(error)))
 
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:

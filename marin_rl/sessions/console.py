@@ -106,7 +106,7 @@ class ProgressDisplay:
             clock: returns seconds, for the remaining time.
         """
         self._live_lines = is_live(stream, os.environ) if live is None else live
-        self.console = Console(file=stream, width=width, highlight=False)
+        self.console = Console(file=stream, width=width, highlight=False, force_jupyter=False)
         self._total = total_steps
         self._every = max(1, math.ceil(total_steps / MAX_PLAIN_LINES))
         self._clock = clock
@@ -401,7 +401,14 @@ def print_and_log(
     """Print a summary to the console, and write its lines to the log; see `print_summary`."""
     print_summary(console, directory, config, progress, command, compiling)
     text = io.StringIO()
-    print_summary(Console(file=text, width=LOG_WIDTH, highlight=False), directory, config, progress, command, compiling)
+    print_summary(
+        Console(file=text, width=LOG_WIDTH, highlight=False, force_jupyter=False),
+        directory,
+        config,
+        progress,
+        command,
+        compiling,
+    )
     for line in filter(str.strip, text.getvalue().splitlines()):
         logger.info("%s", line.rstrip())
 
