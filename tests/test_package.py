@@ -224,6 +224,18 @@ def test_the_version_is_that_of_the_distribution_and_types_are_installed() -> No
     assert (PACKAGE / "py.typed").is_file()
 
 
+def test_the_public_names_exist_and_type_checkers_see_them() -> None:
+    assert set(dir(marin_rl)) >= set(marin_rl.__all__)
+    assert all(getattr(marin_rl, name).__name__ == name for name in marin_rl.__all__)
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert seen == {name: f"{module}.{name}" for name, module in marin_rl._PUBLIC.items()}
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        marin_rl.Trainer  # noqa: B018
+
+
 def test_importing_the_package_imports_no_other() -> None:
     command = [sys.executable, "-X", "importtime", "-c", "import marin_rl"]
     errors = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -238,15 +250,18 @@ def test_importing_the_package_imports_no_other() -> None:
 def test_the_build_refuses_the_versions_of_python_that_the_project_excludes(
     version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[None] = []
-    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda: built.append(None)))
+    built: list[dict[str, str]] = []
+    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda **settings: built.append(settings)))
     monkeypatch.setattr(sys, "version_info", version)
     text = ".".join(map(str, version))
     monkeypatch.setattr(sys, "version", f"{text} (main, Jan 1 2026)")
     is_supported = text in SpecifierSet(PROJECT["project"]["requires-python"])
     if is_supported:
         runpy.run_path(str(ROOT / "setup.py"))
-        assert built
+        [settings] = built
+        links = re.findall(r"\]\(([^)]*)\)", settings["long_description"])
+        assert len(links) == len(re.findall(r"\]\([^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+        assert all(link.startswith(("https://", "#")) for link in links)
     else:
         with pytest.raises(SystemExit, match=rf"Python 3\.11, 3\.12 or 3\.13, but this is {text}; "):
             runpy.run_path(str(ROOT / "setup.py"))

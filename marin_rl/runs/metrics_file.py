@@ -28,7 +28,7 @@ class Panel:
     title: str
     """Title of the plot."""
     names: Mapping[str, str]
-    """Labels by metric name; `eval/*` stands for the held-out accuracies. Metrics without values are omitted."""
+    """Labels by metric name, or by a name of `_HELD_OUT`. Metrics without values are omitted."""
     unit: str = ""
     """Unit of the vertical axis."""
     rounding: float = -1.0
@@ -37,7 +37,7 @@ class Panel:
     """Whether the vertical axis begins at 0 if all values are in [0, 1], and ends at 1 if one is close to it."""
 
 
-_ACCURACIES = "eval/*"
+_ACCURACIES, _REWARDS = "eval/*", "eval/*/reward"
 PANELS = (
     Panel(
         "Reward per rollout",
@@ -45,6 +45,7 @@ PANELS = (
         is_share=True,
     ),
     Panel("Held-out accuracy", {_ACCURACIES: ""}, is_share=True),
+    Panel("Held-out reward", {_REWARDS: ""}, is_share=True),
     Panel("Cross-entropy", {"loss/ce_avg": "training", "eval/held_out/loss": "held-out"}, "nats per token"),
     Panel("Held-out token accuracy", {"eval/held_out/token_accuracy": "accuracy"}, is_share=True),
     Panel("Loss of pairs", {"loss/dpo": "training", "eval/held_out/loss/dpo": "held-out"}, "nats per pair"),
@@ -80,8 +81,12 @@ PANELS = (
 
 COLORS = ("#1f5fa8", "#c25a12", "#2f8f5b", "#9a3b7a", "#7a6a2f", "#555e68", "#3c8fa5", "#b0413e", "#6b5bb5")
 """Colors of curves, `--c0` to `--c8` in `runs/viewer/page.css`."""
-# pass@1 is the sampled accuracy.
-_ACCURACY = re.compile(r"eval/(.+)/(?:accuracy_)?(sampled|greedy|pass@(?!1$)([0-9]+))")
+_HELD_OUT = {
+    # pass@1 is the sampled accuracy.
+    _ACCURACIES: re.compile(r"eval/(.+)/(?:accuracy_)?(sampled|greedy|pass@(?!1$)([0-9]+))"),
+    _REWARDS: re.compile(r"eval/(.+)/reward_(sampled|greedy|pass@([0-9]+))"),
+}
+"""Metrics of environments: environment, kind, and k of pass@k."""
 _CLOSE_TO_1 = 0.8
 Record = Mapping[str, int | float]
 
@@ -151,7 +156,7 @@ def _plot(panel: Panel, title: str, curves: Sequence[Curve], records: Sequence[R
             drawn[same] = dataclasses.replace(first, label=f"{first.label} = {curve.label}"), series
     if not drawn:
         return None
-    has_legend = len(panel.names) > 1 or _ACCURACIES in panel.names
+    has_legend = len(panel.names) > 1 or panel.names.keys() <= _HELD_OUT.keys()
     span = _span([value for _, series in drawn for _, value in series]) if panel.is_share else None
     return Plot(title, panel.unit, tuple(curve for curve, _ in drawn), has_legend, span)
 
@@ -171,11 +176,12 @@ def _are_equal(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, floa
 
 
 def _curves(panel: Panel, records: Sequence[Record]) -> Mapping[str, Sequence[Curve]]:
-    """The curves of a panel by title of the plot; accuracies of several environments have a plot for each kind."""
-    if _ACCURACIES not in panel.names:
+    """The curves of a panel by title of the plot; those of several environments have a plot for each kind."""
+    pattern = _HELD_OUT.get(next(iter(panel.names)))
+    if pattern is None:
         return {panel.title: [_curve(name, label, index) for index, (name, label) in enumerate(panel.names.items())]}
     names = {name for record in records for name in record}
-    matches = [match for name in names if (match := _ACCURACY.fullmatch(name)) is not None]
+    matches = [match for name in names if (match := pattern.fullmatch(name)) is not None]
     # The order, and thereby the color, of sampled and greedy accuracy does not depend on the measured pass@k.
     matches.sort(key=lambda match: (int(match[3] or ["sampled", "greedy"].index(match[2])), match[1]))
     kinds, environments = (list(dict.fromkeys(match[group] for match in matches)) for group in (2, 1))

@@ -58,6 +58,15 @@ def test_missing_metrics_take_no_space_and_single_points_are_drawn(tmp_path):
     assert picture(tmp_path / "two.png").shape[1] == 2 * picture(tmp_path / "one.png").shape[1]
 
 
+def test_held_out_rewards_have_a_plot_for_each_kind_if_there_are_several_environments():
+    records = [{"step": 0, "eval/a/reward_sampled": 0.5, "eval/a/reward_greedy": 0.7}]
+    [plot] = plots_of(records)
+    assert (plot.title, [curve.label for curve in plot.curves]) == ("Held-out reward", ["sampled", "greedy"])
+    plots = plots_of([{**records[0], "eval/b/reward_sampled": 2.0}])
+    assert [plot.title for plot in plots] == ["Held-out reward, sampled", "Held-out reward, greedy"]
+    assert [curve.label for curve in plots[0].curves] == ["a", "b"]
+
+
 @pytest.mark.parametrize("records", [[], [{}], [{"unknown": 1.0}], [{"train/rewards": math.nan}]])
 def test_no_image_without_values(tmp_path, records):
     write(tmp_path / "metrics.jsonl", records)
