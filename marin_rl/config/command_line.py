@@ -29,6 +29,7 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
+from marin_rl.config.algorithms import ALGORITHM, kept_keys, sections_of_algorithm, warn_of_precedence
 from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, brief, explain, own_frames, require_threads
 from marin_rl.utils.logs import warnings_to_stderr
 from marin_rl.utils.output import OutputError, escape, guarded_output
@@ -198,11 +199,27 @@ def without_collections() -> Iterator[None]:
 
 
 def merge_layers(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge layers of raw values of a config, in the order of increasing precedence."""
-    raw: dict[str, Any] = {}
-    for layer in layers:
-        raw = merge(config_class, raw, layer)
-    return raw
+    """Merge layers of raw values of a config, in the order of increasing precedence.
+
+    In configs with the key `algorithm`, its sections are the lowest layer, and the key is left out of the result.
+
+    Raises:
+        ConfigError: if the algorithm is unknown, or needs a section that only the user can give.
+    """
+    layers = list(layers)
+    raw = _merge_all(config_class, layers)
+    if ALGORITHM not in raw or ALGORITHM not in getattr(config_class, "expanded_keys", {}):
+        return raw
+    sections = sections_of_algorithm(config_class, raw)
+    named_in = max(index for index, layer in enumerate(layers) if ALGORITHM in layer)
+    if kept := kept_keys(sections, _merge_all(config_class, layers[:named_in])):
+        warn_of_precedence(raw[ALGORITHM], kept)
+    expanded = _merge_all(config_class, [sections, *layers])
+    return {key: value for key, value in expanded.items() if key != ALGORITHM}
+
+
+def _merge_all(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return functools.reduce(functools.partial(merge, config_class), layers, {})
 
 
 def merge(annotation: Any, lower: Any, upper: Any) -> Any:
