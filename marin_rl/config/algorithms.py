@@ -9,11 +9,11 @@ Learning rate, group size and `updates` are the user's: papers choose them for t
 import functools
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.settings.fields import flatten
-from marin_rl.utils.settings.section_types import ConfigError, default_of, without_texts, wrong_type
+from marin_rl.utils.settings.section_types import ConfigError, default_of, without_texts
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +112,8 @@ def sections_of_algorithm(config_class: Any, raw: Mapping[str, Any]) -> dict[str
     name, sampling = without_texts(raw[ALGORITHM]), without_texts(raw.get("sampling"))
     if name is None:
         return {}
-    if not isinstance(name, str):
-        raise ConfigError(wrong_type(Literal[NAMES] | None, name, ALGORITHM))
     if name not in NAMES:
-        raise ConfigError(f"{ALGORITHM} is {name!r}, which is not one of the algorithms; {nearest(name, NAMES)}")
+        raise ConfigError(f"{ALGORITHM} is {name!r}, which is not one of the algorithms; {nearest(str(name), NAMES)}")
     if name == "opd" and "reference" not in raw:
         raise ConfigError(
             "algorithm 'opd' needs a teacher: set reference, such as {type: checkpoint, path: FOLDER}, or "
