@@ -44,8 +44,8 @@ LONGEST = 10
 """`sampling.max_new_tokens`."""
 RATIOS = (0.7, 0.79, 0.9, 1.1, 1.21, 1.29, 1.4, 3.0, 6.0)
 """π/π_old of the action tokens: on both sides of every bound, and near it."""
-LOG_SEQUENCE_RATIOS = (-6e-4, -3.2e-4, -2e-4, 3e-4, 4.3e-4, 6e-4, 4.3e-4, -3.2e-4)
-"""Mean of log π/π_old over a rollout, for GSPO."""
+LOG_SEQUENCE_RATIOS = (4.2e-4, 6e-4, -3.1e-4, -6e-4, 3e-4, -2e-4, 3e-4, -2e-4)
+"""Mean of log π/π_old over a rollout, for GSPO: near the upper bound where A > 0, and near the lower where A < 0."""
 VALUE_STEPS = (0.05, 0.21, -0.21, -0.1, 0.5, -0.4)
 """V - V_old."""
 GROUPS: list[list[list[tuple[str, int, float]]]] = [
