@@ -125,18 +125,23 @@ def sections_of_algorithm(config_class: Any, raw: Mapping[str, Any]) -> dict[str
     return algorithms(tokens if is_valid else default_of(config_class, "sampling").max_new_tokens)[name]
 
 
+def report_kept(
+    sections: Mapping[str, Any], below: Mapping[str, Any], above: Mapping[str, Any], merged: Mapping[str, Any]
+) -> None:
+    """Log which keys of an algorithm's sections keep the values of files below the one with its name.
+
+    `below` and `above` are the merged raw values below the layer with the name, and from it on.
+    """
+    lower, upper, final = (flatten(without_texts(raw)) for raw in (below, above, merged))
+    values = flatten(sections).items()
+    kept = [key for key, value in values if key not in upper and value != lower.get(key, value) == final.get(key)]
+    if kept:
+        _warn_once(
+            f"algorithm {upper[ALGORITHM]!r} does not change {', '.join(kept)}, because a config file sets another "
+            "value; remove the key there, or give it on the command line"
+        )
+
+
 @functools.cache
-def warn_of_precedence(name: str, kept: tuple[str, ...]) -> None:
-    """Log once that keys of files with lower precedence than the algorithm's name are kept."""
-    logger.warning(
-        "algorithm %r does not change %s, because a config file sets another value; remove the key there, or give it "
-        "on the command line",
-        name,
-        ", ".join(kept),
-    )
-
-
-def kept_keys(sections: Mapping[str, Any], below: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the dotted keys that raw values set to something else than the sections of an algorithm."""
-    given = flatten(without_texts(below))
-    return tuple(key for key, value in flatten(sections).items() if given.get(key, value) != value)
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)

@@ -29,7 +29,7 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.config.algorithms import ALGORITHM, kept_keys, sections_of_algorithm, warn_of_precedence
+from marin_rl.config.algorithms import ALGORITHM, report_kept, sections_of_algorithm
 from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, brief, explain, own_frames, require_threads
 from marin_rl.utils.logs import warnings_to_stderr
 from marin_rl.utils.output import OutputError, escape, guarded_output
@@ -211,11 +211,11 @@ def merge_layers(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict
     if ALGORITHM not in raw or ALGORITHM not in getattr(config_class, "expanded_keys", {}):
         return raw
     sections = sections_of_algorithm(config_class, raw)
-    named_in = max(index for index, layer in enumerate(layers) if ALGORITHM in layer)
-    if kept := kept_keys(sections, _merge_all(config_class, layers[:named_in])):
-        warn_of_precedence(raw[ALGORITHM], kept)
-    expanded = _merge_all(config_class, [sections, *layers])
-    return {key: value for key, value in expanded.items() if key != ALGORITHM}
+    merged = _merge_all(config_class, [sections, *layers])
+    start = max(index for index, layer in enumerate(layers) if ALGORITHM in layer)
+    below, above = (_merge_all(config_class, part) for part in (layers[:start], layers[start:]))
+    report_kept(sections, below, above, merged)
+    return {key: value for key, value in merged.items() if key != ALGORITHM}
 
 
 def _merge_all(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -134,6 +134,16 @@ def test_keys_of_files_below_the_name_are_reported(base, caplog):
     assert "advantage.type, kl.beta" in message
     assert "clip_low" not in message
     caplog.clear()
+    # Above the file the user has decided: with another value, the same one, or a type without the key.
+    with caplog.at_level(logging.WARNING):
+        clip = written(base, "clip.yaml", "policy_loss: {clip_low: 0.125}")
+        below = ["--config", base, "--config", clip, "--algorithm", "grpo"]
+        for above in ("clip_low: 0.5", "clip_low: 0.125", "type: reinforce"):
+            parsed(*below, "--policy_loss", f"{{{above}}}")
+        assert not caplog.records
+        parsed(*below)
+        assert len(caplog.records) == 1
+    caplog.clear()
     # Next to the name or above it they are meant.
     name = written(base, "name.yaml", "algorithm: grpo\nkl: {beta: 0.25}")
     parsed("--config", base, "--config", name, "--config", own, "--aggregation.type", "token_mean")

@@ -68,19 +68,13 @@ def overview_text(config_class: Any, flags: Mapping[str, str], command: str, com
         "--help all": "describe all keys",
     }
     entries = {entry.key: entry for entry in _walk(config_class, "", {}, every_option=False)}
-    # An expanded key has no section of its own to describe its values, so its description may take two lines.
-    lines = {key: 2 if key in _expanded_keys(config_class) else 1 for key in common_keys}
-    rows = [
-        line
-        for key, count in lines.items()
-        for line in textwrap.wrap(
-            f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}",
-            MAX_WIDTH - 2,
-            max_lines=count,
-            placeholder=" ...",
-            subsequent_indent=" " * 38,
-        )
-    ]
+
+    def row(key: str) -> list[str]:
+        text = f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}"
+        # The values of an expanded key are in its description alone.
+        lines = 2 if key in _expanded_keys(config_class) else 1
+        return textwrap.wrap(text, MAX_WIDTH - 2, max_lines=lines, placeholder=" ...", subsequent_indent=" " * 38)
+
     names = ", ".join(key for key in entries if "." not in key)
     return "\n".join(
         [
@@ -89,7 +83,7 @@ def overview_text(config_class: Any, flags: Mapping[str, str], command: str, com
             *(f"  {option:16} {doc}" for option, doc in options.items()),
             "",
             "Most important keys, with their defaults:",
-            *(f"  {row}" for row in rows),
+            *(f"  {line}" for key in common_keys for line in row(key)),
             "",
             "All keys:",
             textwrap.fill(names, MAX_WIDTH, initial_indent="  ", subsequent_indent="  "),
