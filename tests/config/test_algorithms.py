@@ -144,6 +144,13 @@ def test_keys_of_files_below_the_name_are_reported(base, caplog):
         parsed(*below)
         assert len(caplog.records) == 1
     caplog.clear()
+    # Above another algorithm, but below the one that counts.
+    former = written(base, "former.yaml", "algorithm: dapo")
+    clip = written(base, "high.yaml", "policy_loss: {clip_high: 0.125}")
+    with caplog.at_level(logging.WARNING):
+        parsed("--config", base, "--config", former, "--config", clip, "--algorithm", "grpo")
+    assert "policy_loss.clip_high" in caplog.text
+    caplog.clear()
     # Next to the name or above it they are meant.
     name = written(base, "name.yaml", "algorithm: grpo\nkl: {beta: 0.25}")
     parsed("--config", base, "--config", name, "--config", own, "--aggregation.type", "token_mean")
@@ -156,6 +163,7 @@ def test_an_unknown_name_is_one_sentence_with_the_names(base, value):
     assert text.startswith("algorithm is ")
     assert text.endswith(f"Valid here: {', '.join(NAMES)}")
     assert "\n" not in text
+    assert "Written" not in text
     assert ("did you mean 'grpo'" in text) == ("grp" in value.lower())
 
 
