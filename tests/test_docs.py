@@ -26,7 +26,8 @@ import yaml
 from draccus.utils import is_choice_type
 
 from marin_rl import evaluate, export, launch, plan, replay, run_job, train
-from marin_rl.config.command_line import merge, parse_config, read_arguments
+from marin_rl.config.algorithms import ALGORITHM, algorithms
+from marin_rl.config.command_line import merge_layers, parse_config, read_arguments
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
@@ -98,10 +99,7 @@ def table_under(page: str, heading: str) -> list[list[str]]:
 
 def whole_config(*layers: str) -> TrainConfig:
     """Decode a config from layers of sections, later ones on top."""
-    raw: Any = WHOLE
-    for layer in layers:
-        raw = merge(TrainConfig, raw, parse_yaml(layer, "the page"))
-    return decode(TrainConfig, raw)
+    return decode(TrainConfig, merge_layers(TrainConfig, [WHOLE, *(parse_yaml(layer, "the page") for layer in layers)]))
 
 
 def config_error(*layers: str) -> str:
@@ -118,8 +116,15 @@ def test_yaml_decodes(text: str, extending: None) -> None:
     values = parse_yaml(text, "the page")
     kind = config_class(values)
     config: Any = whole_config(text) if kind is TrainConfig else decode(kind, values)
-    for section in values:
+    for section in values.keys() - {ALGORITHM}:
         assert getattr(config, section) is not None
+
+
+def test_the_table_of_algorithms_has_the_sections_of_each() -> None:
+    rows = table_under("objectives.md", "### Algorithms by name")
+    shown = {name.strip("`"): [yaml.safe_load(part) for part in CODE.findall(cell)] for name, cell, *_ in rows}
+    merged = {name: {key: value for part in parts for key, value in part.items()} for name, parts in shown.items()}
+    assert merged == algorithms(TrainConfig.sampling.max_new_tokens)
 
 
 @NEEDS_IRIS

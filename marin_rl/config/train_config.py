@@ -5,12 +5,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import marin_rl.objectives.gae
 import marin_rl.objectives.gigpo
 import marin_rl.rewards.pipeline  # noqa: F401
+from marin_rl.config.algorithms import ALGORITHM, NAMES
 from marin_rl.config.reference_config import (
     CheckpointReferenceConfig,
     InitialReferenceConfig,
@@ -56,11 +57,15 @@ class TrainConfig(AbstractRunConfig):
     source_key = "environment"
     samples = True
     common_keys: ClassVar[tuple[str, ...]] = (
-        *("environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),
+        *(ALGORITHM, "environment", "run_dir", "model", "initialize_from", "tokenizer.path", "seed", "num_steps"),
         *("rollouts.prompts_per_step", "rollouts.group_size", "rollouts.max_length", "rollouts.max_turns"),
         *("sampling.max_new_tokens", "sampling.temperature", "advantage", "policy_loss", "kl", "optimizer", "mode"),
         *("evaluation.every", "checkpoint.every"),
     )
+    expanded_keys: ClassVar[Mapping[str, str]] = {
+        ALGORITHM: f"Published objective, which given keys override: {', '.join(NAMES)}."
+    }
+    """Keys of files and command lines that are replaced by others before they are decoded, with descriptions."""
 
     environment: EnvironmentConfig
     """Source of the tasks and their rewards."""

@@ -68,8 +68,14 @@ def overview_text(config_class: Any, flags: Mapping[str, str], command: str, com
         "--help all": "describe all keys",
     }
     entries = {entry.key: entry for entry in _walk(config_class, "", {}, every_option=False)}
-    rows = [f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}" for key in common_keys]
-    names = ", ".join(field_types(config_class))
+
+    def row(key: str) -> list[str]:
+        text = f"{key:26} {_short_default(entries[key]):10} {entries[key].doc()}"
+        # The values of an expanded key are in its description alone.
+        lines = 2 if key in _expanded_keys(config_class) else 1
+        return textwrap.wrap(text, MAX_WIDTH - 2, max_lines=lines, placeholder=" ...", subsequent_indent=" " * 38)
+
+    names = ", ".join(key for key in entries if "." not in key)
     return "\n".join(
         [
             f"usage: python -m marin_rl.{command} --config FILE [--KEY VALUE ...] [OPTIONS] [--help [SECTION]]",
@@ -77,7 +83,7 @@ def overview_text(config_class: Any, flags: Mapping[str, str], command: str, com
             *(f"  {option:16} {doc}" for option, doc in options.items()),
             "",
             "Most important keys, with their defaults:",
-            *(f"  {textwrap.wrap(row, MAX_WIDTH - 2, max_lines=1, placeholder=' ...')[0]}" for row in rows),
+            *(f"  {line}" for key in common_keys for line in row(key)),
             "",
             "All keys:",
             textwrap.fill(names, MAX_WIDTH, initial_indent="  ", subsequent_indent="  "),
@@ -157,6 +163,8 @@ def _walk(
         within: enclosing sections, whose own fields are not repeated.
         every_option: whether to list the fields of all options of this project's choices, or of selected ones only.
     """
+    for name, doc in _expanded_keys(section).items():
+        yield _Entry(f"{prefix}{name}", functools.partial(str, doc), depth, str | None, None)
     for name, annotation in field_types(section).items():
         value = default_of(section, name)
         value = value if value is dataclasses.MISSING else encode(value, annotation)
@@ -177,6 +185,11 @@ def _walk(
             if option == selected or (every_option and not inner.__module__.startswith("levanter.")):
                 values_of_option = (values or {}) if option == selected else {}
                 yield from _walk_option(inner, option, key, values_of_option, depth, (*within, inner))
+
+
+def _expanded_keys(section: Any) -> Mapping[str, str]:
+    """Keys of a section that are replaced by others before it is decoded, with their descriptions."""
+    return getattr(plain_type(section), "expanded_keys", {})
 
 
 def _walk_option(
