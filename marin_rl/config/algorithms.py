@@ -6,16 +6,11 @@
 Learning rate, group size and `updates` are the user's: papers choose them for their models and batches.
 """
 
-import functools
-import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from marin_rl.utils.errors import nearest
-from marin_rl.utils.settings.fields import flatten
 from marin_rl.utils.settings.section_types import ConfigError, default_of, without_texts
-
-logger = logging.getLogger(__name__)
 
 ALGORITHM = "algorithm"
 """Key of an algorithm's name, which its sections replace before the config is decoded."""
@@ -101,47 +96,44 @@ def algorithms(max_new_tokens: int) -> dict[str, dict[str, Any]]:
 
 NAMES = tuple(algorithms(1))
 """Names of the algorithms."""
+SECTIONS = frozenset(section for sections in algorithms(1).values() for section in sections)
+"""Sections of the objective, which the name of an algorithm replaces as a whole."""
 
 
-def sections_of_algorithm(config_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of the algorithm that merged raw values name; none if it is null.
+def with_sections(config_class: Any, layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Replace the last name of an algorithm in layers of raw values by its sections.
+
+    They are below the layer that has the name, and replace those of lower layers. A null names none.
 
     Raises:
         ConfigError: if the algorithm is unknown, or needs a section that only the user can give.
     """
-    name, sampling = without_texts(raw[ALGORITHM]), without_texts(raw.get("sampling"))
+    named = [index for index, layer in enumerate(layers) if ALGORITHM in layer]
+    if not named:
+        return list(layers)
+    sections = _sections(config_class, layers, without_texts(layers[named[-1]][ALGORITHM]))
+    dropped = {ALGORITHM, *(SECTIONS if sections else ())}
+    below = [_without(layer, dropped) for layer in layers[: named[-1]]]
+    return [*below, sections, *(_without(layer, {ALGORITHM}) for layer in layers[named[-1] :])]
+
+
+def _without(layer: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in layer.items() if key not in keys}
+
+
+def _sections(config_class: Any, layers: Sequence[Mapping[str, Any]], name: Any) -> dict[str, Any]:
     if name is None:
         return {}
     if name not in NAMES:
         raise ConfigError(f"{ALGORITHM} is {name!r}, which is not one of the algorithms; {nearest(str(name), NAMES)}")
-    if name == "opd" and "reference" not in raw:
+    if name == "opd" and not any("reference" in layer for layer in layers):
         raise ConfigError(
             "algorithm 'opd' needs a teacher: set reference, such as {type: checkpoint, path: FOLDER}, or "
             "{type: server, base_url: ..., model: ...}"
         )
-    tokens = sampling.get("max_new_tokens") if isinstance(sampling, Mapping) else None
+    given = [without_texts(layer["sampling"]) for layer in layers if isinstance(layer.get("sampling"), Mapping)]
+    lengths = [sampling["max_new_tokens"] for sampling in given if "max_new_tokens" in sampling]
+    default = default_of(config_class, "sampling").max_new_tokens
     # Decoding reports another value.
-    is_valid = type(tokens) is int and tokens > 0
-    return algorithms(tokens if is_valid else default_of(config_class, "sampling").max_new_tokens)[name]
-
-
-def report_kept(
-    sections: Mapping[str, Any], below: Mapping[str, Any], above: Mapping[str, Any], merged: Mapping[str, Any]
-) -> None:
-    """Log which keys of an algorithm's sections keep the values of files below the one with its name.
-
-    `below` and `above` are the merged raw values below the layer with the name, and from it on.
-    """
-    lower, upper, final = (flatten(without_texts(raw)) for raw in (below, above, merged))
-    values = flatten(sections).items()
-    kept = [key for key, value in values if key not in upper and value != lower.get(key, value) == final.get(key)]
-    if kept:
-        _warn_once(
-            f"algorithm {upper[ALGORITHM]!r} does not change {', '.join(kept)}, because a config file sets another "
-            "value; remove the key there, or give it on the command line"
-        )
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
+    is_valid = bool(lengths) and type(lengths[-1]) is int and lengths[-1] > 0
+    return algorithms(lengths[-1] if is_valid else default)[name]

@@ -29,7 +29,7 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
-from marin_rl.config.algorithms import ALGORITHM, report_kept, sections_of_algorithm
+from marin_rl.config.algorithms import ALGORITHM, with_sections
 from marin_rl.utils.errors import LISTED_NAMES, USER_ERRORS, brief, explain, own_frames, require_threads
 from marin_rl.utils.logs import warnings_to_stderr
 from marin_rl.utils.output import OutputError, escape, guarded_output
@@ -217,24 +217,13 @@ def without_collections() -> Iterator[None]:
 def merge_layers(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge layers of raw values of a config, in the order of increasing precedence.
 
-    In configs with the key `algorithm`, its sections are the lowest layer, and the key is left out of the result.
+    In configs of RL the key `algorithm` is replaced by its sections.
 
     Raises:
         ConfigError: if the algorithm is unknown, or needs a section that only the user can give.
     """
-    layers = list(layers)
-    raw = _merge_all(config_class, layers)
-    if ALGORITHM not in raw or ALGORITHM not in getattr(config_class, "expanded_keys", {}):
-        return raw
-    sections = sections_of_algorithm(config_class, raw)
-    merged = _merge_all(config_class, [sections, *layers])
-    start = max(index for index, layer in enumerate(layers) if ALGORITHM in layer)
-    below, above = (_merge_all(config_class, part) for part in (layers[:start], layers[start:]))
-    report_kept(sections, below, above, merged)
-    return {key: value for key, value in merged.items() if key != ALGORITHM}
-
-
-def _merge_all(config_class: Any, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    expanded = ALGORITHM in getattr(config_class, "expanded_keys", {})
+    layers = with_sections(config_class, list(layers)) if expanded else layers
     return functools.reduce(functools.partial(merge, config_class), layers, {})
 
 

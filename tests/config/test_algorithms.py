@@ -6,7 +6,6 @@
 import contextlib
 import io
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +96,10 @@ def test_a_file_and_the_command_line_name_an_algorithm_and_the_last_one_counts(b
 def test_given_keys_have_precedence_wherever_they_are(base):
     own = "kl: {type: none}\npolicy_loss: {clip_high: 0.3}\n"
     with_name = written(base, "with_name.yaml", f"algorithm: grpo\n{own}")
-    without = written(base, "without.yaml", own)
     config = parsed("--config", base, "--config", with_name)
     assert config.kl == NoKlConfig()
     assert config.policy_loss == PpoClipLossConfig(0.2, 0.3)
     assert config.aggregation == SequenceMeanConfig()
-    assert parsed("--config", base, "--config", without, "--algorithm", "grpo") == config
     assert parsed("--config", base, "--algorithm", "grpo", "--kl.type", "none", "--policy_loss.clip_high=0.3") == config
     # Another key of the same type is added to those of the algorithm, and another type replaces them.
     beta = parsed("--config", base, "--algorithm", "grpo", "--kl.beta", "0.1")
@@ -126,35 +123,23 @@ def test_lengths_follow_the_longest_answer(base):
         assert "\n" not in text
 
 
-def test_keys_of_files_below_the_name_are_reported(base, caplog):
-    own = written(base, "own.yaml", "advantage: {type: rloo}\nkl: {beta: 0.25}\npolicy_loss: {clip_low: 0.2}")
-    with caplog.at_level(logging.WARNING):
-        parsed("--config", base, "--config", own, "--algorithm", "grpo")
-    [message] = [record.getMessage() for record in caplog.records]
-    assert "advantage.type, kl.beta" in message
-    assert "clip_low" not in message
-    caplog.clear()
-    # Above the file the user has decided: with another value, the same one, or a type without the key.
-    with caplog.at_level(logging.WARNING):
-        clip = written(base, "clip.yaml", "policy_loss: {clip_low: 0.125}")
-        below = ["--config", base, "--config", clip, "--algorithm", "grpo"]
-        for above in ("clip_low: 0.5", "clip_low: 0.125", "type: reinforce"):
-            parsed(*below, "--policy_loss", f"{{{above}}}")
-        assert not caplog.records
-        parsed(*below)
-        assert len(caplog.records) == 1
-    caplog.clear()
-    # Above another algorithm, but below the one that counts.
-    former = written(base, "former.yaml", "algorithm: dapo")
-    clip = written(base, "high.yaml", "policy_loss: {clip_high: 0.125}")
-    with caplog.at_level(logging.WARNING):
-        parsed("--config", base, "--config", former, "--config", clip, "--algorithm", "grpo")
-    assert "policy_loss.clip_high" in caplog.text
-    caplog.clear()
-    # Next to the name or above it they are meant.
-    name = written(base, "name.yaml", "algorithm: grpo\nkl: {beta: 0.25}")
-    parsed("--config", base, "--config", name, "--config", own, "--aggregation.type", "token_mean")
-    assert not caplog.records
+def test_the_name_replaces_the_objective_of_files_below_it(base):
+    own = "kl: {type: in_reward, beta: 0.25}\nfilter: {type: resample}\ndistillation: {coefficient: 2.0}\nseed: 9"
+    ppo = (
+        "advantage: {type: gae, lam: 0.5}\ncritic: {shared_trunk: true}\npolicy_loss: {type: ppo_clip, dual_clip: 3.0}"
+    )
+    below = written(base, "below.yaml", f"{own}\n{ppo}")
+    config = parsed("--config", base, "--config", below, "--algorithm", "grpo")
+    assert config == parsed("--config", base, "--algorithm", "grpo", "--seed", "9")
+    # What is above the name stays.
+    name = written(base, "name.yaml", "algorithm: grpo")
+    above = parsed("--config", base, "--config", name, "--config", below, "--advantage.lam", "0.75")
+    assert (above.kl, above.seed) == (RewardKlConfig(0.25), 9)
+    assert above.critic is not None
+    # Without a name nothing is replaced.
+    assert parsed("--config", base, "--config", below, "--algorithm", "null") == parsed(
+        "--config", base, "--config", below
+    )
 
 
 @pytest.mark.parametrize("value", ["grp", "", "[grpo]", "{type: x}", "3.0", "true", "GRPO"])
@@ -252,7 +237,7 @@ def test_a_run_resumes_with_its_algorithm_or_its_sections(base, begun, arguments
 
 
 def test_the_file_of_a_run_resumes_it_with_or_without_the_name(base, begun):
-    for arguments in ([], ["--algorithm", "grpo"]):
+    for arguments in ([], ["--algorithm", "grpo", "--kl.beta", "0.1"]):
         checked = check_command_line(["--config", str(begun.config), *arguments], TRAIN_FLAGS).complete()
         assert checked.config == read_config(begun)
 
