@@ -272,6 +272,8 @@ def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        # Without types of tokens, which `generate` of a llama refuses.
+        "model_input_names": ["input_ids", "attention_mask"],
         "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
         "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
         "pad_token": tokens[fields["tokenizer.ggml.padding_token_id"]],

@@ -86,6 +86,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return PreTrainedTokenizerFast(
+        # Without types of tokens, which `generate` of transformers refuses for models that have none.
+        model_input_names=["input_ids", "attention_mask"],
         tokenizer_object=tokenizer,
         name_or_path="the built-in byte-level tokenizer",
         eos_token=END,

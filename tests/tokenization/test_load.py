@@ -364,6 +364,7 @@ def test_saved_and_loaded_from_a_folder(tmp_path):
     assert set(loaded.all_special_ids) == set(range(256, 264))
     assert template_ids(loaded, messages) == template_ids(TOKENIZER, messages)
     assert loaded.decode(loaded(" isn 't  x")["input_ids"]) == " isn 't  x"
+    assert set(loaded("x")) == {"input_ids", "attention_mask"}
 
 
 def test_template_with_plain_hugging_face_use():
