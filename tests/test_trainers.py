@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from marin_rl.runs.run_directory import OutputExistsError
 from marin_rl.utils.errors import RunDirectoryError, UserError
 from tests.tiny_run import PROBLEMS, TINY, TinyRun, make_run, outcome
 
+ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, Any] = {
     **{name: TINY[name] for name in ("seed", "rollouts", "sampling", "optimizer", "trainer", "warm_start")},
     "environment": {"held_out": 0.3, "validation": 0.2, "name": "ones"},
@@ -228,6 +230,23 @@ def test_supervised_trainers_train(tmp_path: Path) -> None:
     second.train()
     assert [record["step"] for record in second.metrics][-1] == 2
     assert json.loads((tmp_path / "dpo" / "rows.jsonl").read_text().splitlines()[0]) == pairs[0]
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RLTrainer(
+        MODEL, PROBLEMS, ones, run_dir="models/smollm2-135m-instruct", num_steps=0, evaluation={"tasks": 0}
+    ).train()
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = lines.replace("num_steps=50", "num_steps=1")
+    capsys.readouterr()
+    exec(compile(lines, "README.md", "exec"), {"__name__": "readme"})
+    assert "{'eval/tasks/tasks': 1.0" in capsys.readouterr().out
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "mine" / "config.yaml").is_file()
 
 
 @pytest.mark.parametrize(
