@@ -141,10 +141,10 @@ class AbstractTrainer(abc.ABC):
             seed: equal seeds give equal replies.
         """
         from marin_rl.sampling.sampler import SampleRequest
-        from marin_rl.sessions.served_policy import load_policy
+        from marin_rl.sessions.served_policy import load_served_policy
 
         if self._policy is None:
-            self._policy = load_policy(run=self.config.run_dir, max_seqs=1)
+            self._policy = load_served_policy(run=self.config.run_dir, max_seqs=1)
         policy = self._policy
         messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         tokens = policy.tokenizer.prompt_tokens(messages)

@@ -22,7 +22,7 @@ from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import SampledTokens, SampleRequest
 from marin_rl.serving.chat import TerminalChat
-from marin_rl.sessions.served_policy import load_policy
+from marin_rl.sessions.served_policy import load_served_policy
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer, plain_template
 from marin_rl.types import Generation, Message, StopReason, Task
@@ -91,7 +91,7 @@ def multi_turn(finished_run: TinyRun, tmp_path: Path) -> Path:
 def test_a_greedy_chat_equals_the_sampler(multi_turn: Path, typed: Callable[..., int], capfd: Capture):
     """Replies and their probabilities, of two turns in one context, for two steps of the run."""
     for step in (6, 1):
-        policy = load_policy(run=str(multi_turn), step=step, max_context=16)
+        policy = load_served_policy(run=str(multi_turn), step=step, max_context=16)
 
         def greedy(prompt: Sequence[int], policy=policy) -> Generation:
             [generation] = policy.sampler.sample([SampleRequest(tuple(prompt), 5, min(3, 16 - len(prompt)), 0.0)])
@@ -125,7 +125,7 @@ def test_each_line_is_a_conversation_if_episodes_have_one_reply(
 ):
     """Replies are those of the sampler to each message alone; the context never fills."""
     messages = ("2x3", "4", "2x3", "1+1")
-    policy = load_policy(run=str(finished_run.path), max_context=16)
+    policy = load_served_policy(run=str(finished_run.path), max_context=16)
     prompts = [BYTES.prompt_tokens([Message(role="user", content=text)]) for text in messages]
     requests = [SampleRequest(tuple(one), 5, policy.sampling.max_new_tokens, 0.0) for one in prompts]
     replies = [BYTES.decode_reply(policy.sampler.sample([one])[0].token_ids) for one in requests]
@@ -291,7 +291,9 @@ def test_the_reply_after_an_interrupt_equals_one_of_a_new_sampler(
 
     def load() -> GroupSampler:
         # One token in each call.
-        sampler = load_policy(run=str(finished_run.path), max_context=16, max_new_tokens=9, call_seconds=1e-9).sampler
+        sampler = load_served_policy(
+            run=str(finished_run.path), max_context=16, max_new_tokens=9, call_seconds=1e-9
+        ).sampler
         sampler.compile()
         return sampler
 

@@ -18,7 +18,7 @@ import pytest
 
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serve import main
-from marin_rl.sessions.served_policy import load_policy
+from marin_rl.sessions.served_policy import load_served_policy
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.user_code import PACKAGES
 from tests.fork_server import first_line, popen
@@ -147,8 +147,8 @@ def test_a_missing_extra_is_named(capfd: Capture, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.medium
 def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
-    run = load_policy(run=str(finished_run.path))
-    folder = load_policy(folder=str(finished_run.path / "hf"), max_context=12, max_new_tokens=3)
+    run = load_served_policy(run=str(finished_run.path))
+    folder = load_served_policy(folder=str(finished_run.path / "hf"), max_context=12, max_new_tokens=3)
     assert (run.max_context, run.sampling.max_new_tokens, run.sampling.max_seqs) == (12, 3, 16)
     assert folder.max_context == 12
     assert folder.tokenizer.stop_token_ids == run.tokenizer.stop_token_ids
@@ -157,7 +157,7 @@ def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
     assert first.token_ids == second.token_ids
     assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
     assert run.score is None
-    scored = load_policy(folder=str(finished_run.path / "hf"), max_context=12, score_prompts=True).score
+    scored = load_served_policy(folder=str(finished_run.path / "hf"), max_context=12, score_prompts=True).score
     assert scored is not None
     # Prompt and reply: the last log-probs are those of the sampled tokens.
     [logprobs] = scored([request.prompt_tokens + first.token_ids])
@@ -169,33 +169,33 @@ def test_a_run_and_its_export_are_the_same_policy(finished_run: TinyRun):
 def test_a_folder_is_served_with_its_stop_texts(finished_run: TinyRun, tmp_path: Path):
     folder = shutil.copytree(finished_run.path / "hf", tmp_path / "hf")
     request = SampleRequest((50, 120, 51), 7, 3)
-    [free] = load_policy(folder=str(folder)).sampler.sample([request])
+    [free] = load_served_policy(folder=str(folder)).sampler.sample([request])
     file = folder / "generation_config.json"
     settings = json.loads(file.read_bytes())
     file.write_text(json.dumps({**settings, "stop_strings": [chr(free.token_ids[0])]}))
-    policy = load_policy(folder=str(folder))
+    policy = load_served_policy(folder=str(folder))
     [stopped] = policy.sampler.sample([request])
     assert (stopped.token_ids, stopped.logprobs) == (free.token_ids[:1], free.logprobs[:1])
     assert policy.sampling.stop == (chr(free.token_ids[0]),)
     file.write_text(json.dumps({**settings, "stop_strings": [""]}))
     with pytest.raises(UserError, match=r"stop_strings in .*generation_config\.json is \[''\]"):
-        load_policy(folder=str(folder))
+        load_served_policy(folder=str(folder))
     file.write_text(json.dumps({**settings, "stop_strings": [3]}))
     with pytest.raises(UserError, match=r"stop_strings in .* is \[3\]; it must be a list of texts"):
-        load_policy(folder=str(folder))
+        load_served_policy(folder=str(folder))
 
 
 @pytest.mark.medium
 def test_the_context_is_limited_by_the_model_only(finished_run: TinyRun):
     """Limits of training, such as rollouts.max_prompt_length, do not restrict the server's context."""
     for length in (3, 9, 16):
-        policy = load_policy(run=str(finished_run.path), max_context=length)
+        policy = load_served_policy(run=str(finished_run.path), max_context=length)
         assert policy.max_context == length
         [generation] = policy.sampler.sample([SampleRequest((50,) * (length - 1), 7, 1)])
         assert len(generation.token_ids) == 1
     for source in ({"run": str(finished_run.path)}, {"folder": str(finished_run.path / "hf")}):
         with pytest.raises(UserError, match="max_context is 17, but the model has 16 positions"):
-            load_policy(**source, max_context=17)
+            load_served_policy(**source, max_context=17)
 
 
 @pytest.mark.slow

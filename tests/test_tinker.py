@@ -17,7 +17,7 @@ import pytest
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.serving.tinker.messages import message_class
 from marin_rl.sessions.run_export import export_once
-from marin_rl.sessions.served_policy import load_policy
+from marin_rl.sessions.served_policy import load_served_policy
 from marin_rl.tinker import main
 from marin_rl.utils.errors import UserError
 from tests.fork_server import first_line, popen
@@ -81,7 +81,7 @@ def started(*options: str) -> Iterator[str]:
 def test_a_run_is_the_base_of_a_server_and_of_its_restart(finished_run: TinyRun, tmp_path: Path, capfd: Capture):
     options = "--folder", str(tmp_path / "server"), "--max_context", "12"
     prompt, (run, folder) = (50, 120, 51), (str(finished_run.path), str(tmp_path / "server" / "base"))
-    policy = load_policy(run=run)
+    policy = load_served_policy(run=run)
     [wanted] = policy.sampler.sample([SampleRequest(prompt, 7, 3)])
     with started("--run", run, *options) as line:
         match = re.fullmatch(rf"serving step 6 of {run} to clients of Tinker at (http:\S+) \(.*\)\n", line)

@@ -18,7 +18,7 @@ from experiments.data.make_sums import ROWS
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import Split
 from marin_rl.sampling.sampler import SampleRequest
-from marin_rl.sessions.served_policy import Policy, load_policy
+from marin_rl.sessions.served_policy import Policy, load_served_policy
 from marin_rl.types import Task
 from marin_rl.utils.settings.yaml_text import from_yaml
 
@@ -49,7 +49,7 @@ def pairs(run: str) -> Iterator[dict[str, str]]:
     config = Path(__file__).parents[1] / "rloo.yaml"
     environment = from_yaml(TrainConfig, config.read_text(encoding="utf-8"), str(config)).environment.build()
     tasks = environment.tasks(Split.TRAIN)[ROWS : ROWS + SUMS]
-    policy = load_policy(run=run, max_context=16, max_seqs=512)
+    policy = load_served_policy(run=run, max_context=16, max_seqs=512)
     for task, answers in zip(tasks, sampled_answers(policy, tasks), strict=True):
         [message] = task.messages
         wrong = [answer for answer in answers if answer.strip() and answer != task.worked_answer]

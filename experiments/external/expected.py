@@ -21,7 +21,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.runs.run_directory import check_output
-from marin_rl.sessions.served_policy import load_policy
+from marin_rl.sessions.served_policy import load_served_policy
 from marin_rl.training.evaluation import evaluate
 from marin_rl.utils.settings.yaml_text import from_yaml
 
@@ -40,7 +40,7 @@ def greedy_replies(run: Path, tasks: int) -> list[dict[str, Any]]:
         For each task: the user's message `prompt`, the right `answer`, the `reply` at temperature 0, whether it is
         `correct`, and the `token_ids` and `logprobs` of the reply.
     """
-    policy = load_policy(run=str(run), max_context=CONTEXT)
+    policy = load_served_policy(run=str(run), max_context=CONTEXT)
     config = from_yaml(TrainConfig, (run / "config.yaml").read_text(encoding="utf-8"), "config.yaml")
     config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_length=CONTEXT))
     settings = EvaluationConfig(tasks=tasks)

@@ -33,7 +33,7 @@ def serve(config: ServeConfig) -> None:
         UserError: if a package is missing, the key that a public address requires, or the folder `model`.
         RunDirectoryError: if the run does not exist.
         CheckpointError: if the run has no checkpoint of this step, or no valid checkpoint.
-        ValueError: if the address is not available. See `load_policy` for further errors.
+        ValueError: if the address is not available. See `load_served_policy` for further errors.
     """
     with _listening(config, "serve", "a secret key") as (listener, url, key):
         source = _announce(config)
@@ -188,10 +188,10 @@ def _open_policy(
     score_prompts: bool = False,
     note: str = "",
 ) -> "Policy":
-    """Load a policy and compile its programs; the arguments are those of `load_policy`."""
-    from marin_rl.sessions.served_policy import load_policy
+    """Load a policy and compile its programs; the arguments are those of `load_served_policy`."""
+    from marin_rl.sessions.served_policy import load_served_policy
 
-    policy = load_policy(
+    policy = load_served_policy(
         run=config.run,
         step=config.step,
         folder=config.model,

@@ -51,7 +51,7 @@ class Policy(NamedTuple):
     """Maximum number of replies of an episode of its run; None if RL did not train it."""
 
 
-def load_policy(
+def load_served_policy(
     *,
     run: str | None = None,
     step: int | None = None,

@@ -23,7 +23,7 @@ from marin_rl.data import dataset
 from marin_rl.parts import supervised
 from marin_rl.sessions.earlier_run import load_run, require_rl
 from marin_rl.sessions.run_export import export_run
-from marin_rl.sessions.served_policy import load_policy
+from marin_rl.sessions.served_policy import load_served_policy
 from marin_rl.sft import main
 from marin_rl.utils.errors import RunDirectoryError
 from tests.fork_server import popen
@@ -177,7 +177,7 @@ def test_changed_data_is_refused(finished: SftRun, tmp_path: Path, capsys: pytes
 
 
 def test_served_exported_and_continued(finished: SftRun, tmp_path: Path):
-    policy = load_policy(run=str(finished.path))
+    policy = load_served_policy(run=str(finished.path))
     assert policy.max_context == TINY["model"]["seq_len"]
     export_run(str(finished.path), tmp_path / "weights")
     exported = (tmp_path / "weights" / "model.safetensors").read_bytes()
