@@ -323,7 +323,7 @@ class Learner:
     def step(
         self,
         state: AccumulatedState,
-        rate: float,
+        rate: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         decay: float = 0.0,
@@ -354,8 +354,11 @@ class Learner:
         Source: Loshchilov & Hutter 2019, arXiv 1711.05101, as in torch's `AdamW`.
         """
         model, rest = state.state.model, dataclasses.replace(state.state, model=None)
-        values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
-        settings = dict(zip(("rate", "beta1", "beta2", "eps", "decay", "clip"), map(np.float32, values), strict=True))
+        settings = None
+        if rate is not None:
+            values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
+            names = ("rate", "beta1", "beta2", "eps", "decay", "clip")
+            settings = dict(zip(names, map(np.float32, values), strict=True))
         with self._compiling():
             model, rest, gradient, metrics = self._apply(model, rest, state.gradient, settings)
         return AccumulatedState(dataclasses.replace(rest, model=model), gradient), metrics
@@ -375,16 +378,17 @@ class Learner:
         return added, sums.loss, sums.metrics
 
     def _apply_gradient(
-        self, model: Any, rest: TrainerState, gradient: Any, settings: dict[str, jax.Array]
+        self, model: Any, rest: TrainerState, gradient: Any, settings: dict[str, jax.Array] | None
     ) -> tuple[Any, TrainerState, Any, dict[str, jax.Array]]:
         state = dataclasses.replace(rest, model=model)
         (of_state, leaves), (of_gradient, parts) = _flatten(state), _flatten(gradient)
 
         def take_step(leaves: list[jax.Array], parts: list[jax.Array]) -> TrainerState:
             state, total = _unflatten(of_state, leaves), _unflatten(of_gradient, parts)
-            guarded = cast(SkipState, state.opt_state)
-            inner = cast(Any, guarded.inner)._replace(hyperparams=settings)
-            state = dataclasses.replace(state, opt_state=guarded._replace(inner=inner))
+            if settings is not None:
+                guarded = cast(SkipState, state.opt_state)
+                inner = cast(Any, guarded.inner)._replace(hyperparams=settings)
+                state = dataclasses.replace(state, opt_state=guarded._replace(inner=inner))
             total = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), total, state.model)
             return state.take_step(total, loss=0.0, key=state.training_key)[0]
 
