@@ -65,6 +65,11 @@ class AccumulatedState(eqx.Module):
     gradient: Any
     """float32, with the shapes and sharding of the weights."""
 
+    @property
+    def model(self) -> Any:
+        """The weights, which no program donates: a sampler may read them during the next steps."""
+        return self.state.model
+
 
 @dataclasses.dataclass(frozen=True)
 class StepwiseAdamW(OptimizerConfig):
@@ -141,7 +146,7 @@ class Learner:
         self,
         trainer: TrainerConfig,
         optimizer: OptimizerConfig,
-        loss: Loss | None,
+        loss: Loss | None = None,
         *,
         num_updates: int,
         capacity: int = 1,
@@ -153,7 +158,7 @@ class Learner:
         Args:
             trainer: mesh, precision and sharding, completed by `start_devices`.
             optimizer: optimizer and learning-rate schedule.
-            loss: the loss of `update`, with metrics as its report; None for a learner without it.
+            loss: the loss of `update`, with metrics as its report; None for a learner without `update`.
             num_updates: updates of the run, the length of the learning-rate schedule.
             capacity: microbatches that the compiled program has room for, at least 1. A larger batch doubles it as
                 often as necessary, which compiles again.
@@ -285,6 +290,10 @@ class Learner:
             return program.lower(leaves, batch, np.int32(len(microbatches)), self._frozen)
 
     # Gradients and steps as separate calls.
+
+    def start(self, model: eqx.Module) -> AccumulatedState:
+        """Return a new state of these weights, with zeroed optimizer moments and a sum of no gradients."""
+        return self.accumulated(self.initial_state(model, jax.random.PRNGKey(0)))
 
     def accumulated(self, state: TrainerState) -> AccumulatedState:
         """Return a state with a sum of no gradients."""

@@ -143,7 +143,10 @@ class BatchBuilder:
             if self.config.distillation is not None:
                 advantages, measured = self._distill(self.config.distillation, batch, advantages)
                 metrics |= measured
-            batch = batch.with_advantages(advantages)
+            batch = batch.with_advantages(
+                [of_rollout.advantages for of_rollout in advantages],
+                [of_rollout.value_targets for of_rollout in advantages],
+            )
             if logger.isEnabledFor(logging.DEBUG):
                 _log_advantages(graded, scored, advantages, has_critic=self.has_critic)
             metrics |= _advantage_metrics(batch, has_critic=self.has_critic)

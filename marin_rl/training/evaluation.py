@@ -30,8 +30,8 @@ def evaluate(
     runner: RolloutRunner,
     config: EvaluationConfig,
     *,
-    temperature: float,
-    seed: int,
+    temperature: float = 1.0,
+    seed: int = 0,
     split: Split = Split.HELD_OUT,
 ) -> tuple[dict[str, float], list[RolloutGroup]]:
     """Measure accuracy on held-out tasks, per environment; the mean reward if right and wrong are not known.

@@ -118,7 +118,7 @@ def device_peak_bytes() -> int | None:
 def start_devices(
     config: TrainerT,
     *,
-    rows_per_device: int | Callable[[str, int], int],
+    rows_per_device: int | Callable[[str, int], int] = 1,
     alone: bool = False,
     of_other_machine: bool = False,
 ) -> TrainerT:
