@@ -6,7 +6,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -197,7 +196,7 @@ class RolloutBatch:
         return dataclasses.replace(self, **arrays)
 
 
-def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: float = math.inf) -> RolloutBatch:
+def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int | None = None) -> RolloutBatch:
     """Convert sampled rollouts to a batch with exactly the sampled tokens.
 
     Reference log-probabilities, values, advantages and returns are 0, and importance weights 1. A failed rollout keeps
@@ -208,7 +207,7 @@ def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: float = math.inf)
     """
     lengths = [sequence_lengths(rollout) for rollout in rollouts]
     for rollout, of_rollout in zip(rollouts, lengths, strict=True):
-        if (longest := max(of_rollout, default=0)) > max_length:
+        if max_length is not None and (longest := max(of_rollout, default=0)) > max_length:
             raise ValueError(
                 f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {max_length} "
                 "positions; raise rollouts.max_length"

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -70,7 +70,7 @@ class Rows:
     """Number of data-parallel devices."""
 
     @classmethod
-    def of(cls, model: LmConfig, trainer: TrainerConfig) -> Self:
+    def of(cls, model: LmConfig, trainer: TrainerConfig) -> "Rows":
         """Make it for a model on the devices of `trainer`, as returned by `start_devices`."""
         platform = platform_of(trainer)
         return cls(attention_kernel(model, platform), model, platform, trainer.data_axis_size)
@@ -228,7 +228,6 @@ class Rows:
 def row_layout(
     model: LmConfig,
     trainer: TrainerConfig,
-    *,
     max_length: int,
     sequences: int,
     group_size: int = 1,

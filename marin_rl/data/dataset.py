@@ -76,11 +76,11 @@ def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
 
 def read_examples(
     config: DataConfig,
-    key: str,
-    max_length: int,
-    long_sequences: LongSequences,
     tokenizer: ChatTokenizer,
+    max_length: int,
+    long_sequences: LongSequences = LongSequences.ERROR,
     *,
+    key: str = "data",
     pairs: bool = False,
     stored: StoragePath | None = None,
 ) -> Data:
@@ -88,10 +88,10 @@ def read_examples(
 
     Args:
         config: the source.
-        key: its section in the config, for messages.
+        tokenizer: chat tokenizer.
         max_length: maximum number of tokens of a sequence.
         long_sequences: handling of longer ones.
-        tokenizer: chat tokenizer.
+        key: section of the source in the config, for messages.
         pairs: whether the rows are pairs of answers.
         stored: the file with the tokens of an earlier start; one of other rows or settings is not used.
 

@@ -171,7 +171,7 @@ def load_policy(source: str | LmConfig, trainer: TrainerConfig, *, seed: int = 0
     tokenizer = TokenizerConfig(BYTES if path is None else tokenizer_of(path)).build()
     model = read_hf_architecture(hf_folder(source)) if isinstance(source, str) else source
     # A block size that is set restricts the rows that `row_layout` chooses to those that it divides.
-    model = attention_kernel(model, platform_of(trainer)).configure(model, 2 * FLASH_BLOCK)
+    model = attention_kernel(model, platform_of(trainer)).configure(model, FLASH_BLOCK)
     return first_policy(path, model, tokenizer, trainer, seed), tokenizer
 
 

@@ -28,7 +28,7 @@ MAX_STANDARD_ERROR = 0.1
 
 def evaluate(
     runner: RolloutRunner,
-    config: EvaluationConfig,
+    config: EvaluationConfig = EvaluationConfig(),
     *,
     temperature: float = 1.0,
     seed: int = 0,
