@@ -26,7 +26,6 @@ from marin_rl.objectives import TokenMeanConfig
 from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.levanter_line import seq_len
 
-SEED = 0
 LLAMA = LlamaConfig(**seq_len(16), hidden_dim=128, intermediate_dim=384, num_layers=3, num_heads=4, num_kv_heads=4)
 SUMS = DataConfig("experiments/data/sums.jsonl", held_out=0.1)
 ADAM = AdamConfig(1e-3, lr_schedule="cosine", min_lr_ratio=0.1, warmup=20, weight_decay=0.0, max_grad_norm=1.0)
@@ -40,13 +39,12 @@ def cross_entropy(model: Any, batch: RlExample) -> tuple[jax.Array, None]:
 def main(start=LLAMA, source=SUMS, adam=ADAM, *, epochs=8, batch_size=64, max_length=16):
     """Train the policy in `start`: a folder or hub name in Hugging Face format, or an architecture."""
     trainer = start_devices()
-    policy, tokenizer = load_policy(start, trainer, seed=SEED)
+    policy, tokenizer = load_policy(start, trainer)
     data = read_examples(source, tokenizer, max_length)
-    batches = Batches(data.train.examples, batch_size, SEED)
+    batches = Batches(data.train.examples, batch_size, seed=0)
     layout = row_layout(policy.config, trainer, max_length, batch_size)
     learner = Learner(trainer, adam, num_updates=batches.steps(epochs))
     state = learner.start(policy)
-
     for step in range(1, batches.steps(epochs) + 1):
         batch = join_examples(batches.of_step(step))
         packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=tokenizer.pad_token_id)

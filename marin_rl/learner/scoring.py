@@ -59,8 +59,8 @@ class Scorer:
         layout: RowLayout,
         *,
         pad_token_id: int,
-        temperature: float,
-        block_size: int,
+        temperature: float = 1.0,
+        block_size: int = LOGPROB_BLOCK_SIZE["cpu"],
         capacity: int = 1,
         accuracy: bool = False,
     ):

@@ -293,10 +293,7 @@ class Learner:
 
     def start(self, model: eqx.Module) -> AccumulatedState:
         """Return a new state of these weights, with zeroed optimizer moments and a sum of no gradients."""
-        return self.accumulated(self.initial_state(model, jax.random.PRNGKey(0)))
-
-    def accumulated(self, state: TrainerState) -> AccumulatedState:
-        """Return a state with a sum of no gradients."""
+        state = self.initial_state(model, jax.random.PRNGKey(0))
         with self._compiling():
             return AccumulatedState(state, self._zeros(state.model))
 
