@@ -33,14 +33,14 @@ PAIRS = DataConfig("experiments/data/sum_pairs.jsonl", held_out=0.1)
 ADAM = AdamConfig(1e-5, lr_schedule="constant", warmup=0, weight_decay=0.0, max_grad_norm=1.0)
 
 
-def preference_loss(model: Any, batch: RlExample) -> tuple[jax.Array, None]:
+def preference_loss(model: Any, batch: RlExample) -> tuple[jax.Array, dict]:
     """Return `Σ w · -log σ(β · m)` over the pairs of a microbatch; w is 1 / their number in the whole batch.
 
     m is the sum of `log π - log π_ref` over the chosen answer minus that over the rejected one.
     """
     per_token = batch.reference_logprobs, batch.advantages, batch.loss_weights, batch.rollout_ids
     pairs = pair_sums(learner_logprobs(model, batch).array, *(named.array for named in per_token))
-    return jnp.sum(pairs.weights * -jax.nn.log_sigmoid(BETA * pairs.margins)), None
+    return jnp.sum(pairs.weights * -jax.nn.log_sigmoid(BETA * pairs.margins)), {}
 
 
 def main(start: str, source=PAIRS, adam=ADAM, *, epochs=1, batch_size=32, max_length=16):
@@ -58,10 +58,7 @@ def main(start: str, source=PAIRS, adam=ADAM, *, epochs=1, batch_size=32, max_le
     for step in range(1, batches.steps(epochs) + 1):
         batch = join_pairs(batches.of_step(step))  # Its advantages are 1 in chosen answers, and -1 in rejected ones.
         packed = pack_batch(batch, SequenceMeanConfig(), layout, pad_token_id=tokenizer.pad_token_id)
-        loss = 0.0
-        for rows in packed.microbatches:
-            state, part, _ = learner.forward_backward(state, rows, preference_loss)
-            loss += part
+        state, loss, _ = learner.forward_backward(state, packed.microbatches, preference_loss)
         state, _ = learner.step(state)
         print(f"step {step}: loss {float(loss)}")
 

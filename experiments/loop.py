@@ -12,20 +12,17 @@ Losses and rewards are those of experiments/rloo.yaml with `--initialize_from ru
 """
 
 import sys
-from typing import Any
 
-import haliax as hax
-import jax
 from levanter.optim.config import AdamConfig
 
-from marin_rl.batching.rl_example import RlExample, pack_batch
+from marin_rl.batching.rl_example import pack_batch
 from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.batching.rows import row_layout
 from marin_rl.environments import ReasoningGymConfig
-from marin_rl.learner.logprobs import learner_logprobs
+from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.starting_weights import load_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.objectives import SequenceSumConfig, rloo_advantages
+from marin_rl.objectives import PolicyTerms, SequenceSumConfig, TokenBatch, rloo_advantages, unclipped
 from marin_rl.rollouts.attempt import Limits
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
 from marin_rl.sampling.config import SamplingConfig
@@ -46,10 +43,9 @@ SEED = 0
 ADAM = AdamConfig(learning_rate=3e-4, lr_schedule="constant", warmup=0, weight_decay=0.0, max_grad_norm=1.0)
 
 
-def policy_gradient(model: Any, batch: RlExample) -> tuple[jax.Array, None]:
-    """Return `Σ w · -A · log π` over the sampled tokens of a microbatch; w has the denominator of the whole batch."""
-    terms = -batch.advantages * learner_logprobs(model, batch)
-    return hax.sum(batch.loss_weights * terms).array, None
+def policy_gradient(tokens: TokenBatch) -> PolicyTerms:
+    """Return -A · log π of every sampled token; the loss is their sum over a rollout, and the mean over rollouts."""
+    return unclipped(-tokens.advantages * tokens.logprobs)
 
 
 def main(start: str, task=SUMS, adam=ADAM, *, num_steps=150, prompts=64, group_size=8, max_length=12, max_new_tokens=4):
@@ -78,10 +74,7 @@ def main(start: str, task=SUMS, adam=ADAM, *, num_steps=150, prompts=64, group_s
             advantages += rloo_advantages(returns).tolist()
         batch = batch_rollouts(rollouts).with_advantages(advantages)
         packed = pack_batch(batch, SequenceSumConfig(), layout, pad_token_id=tokenizer.pad_token_id)
-        loss = 0.0
-        for rows in packed.microbatches:
-            state, part, _ = learner.forward_backward(state, rows, policy_gradient)
-            loss += part
+        state, loss, _ = learner.forward_backward(state, packed.microbatches, RlLoss(policy_gradient))
         if any(advantages):  # Otherwise Adam would repeat its former steps.
             state, _ = learner.step(state)
         sampler.update_weights(state.model, step)

@@ -31,9 +31,9 @@ SUMS = DataConfig("experiments/data/sums.jsonl", held_out=0.1)
 ADAM = AdamConfig(1e-3, lr_schedule="cosine", min_lr_ratio=0.1, warmup=20, weight_decay=0.0, max_grad_norm=1.0)
 
 
-def cross_entropy(model: Any, batch: RlExample) -> tuple[jax.Array, None]:
+def cross_entropy(model: Any, batch: RlExample) -> tuple[jax.Array, dict]:
     """Return `Σ w · -log π` over the tokens with loss of a microbatch; w is 1 / their number in the whole batch."""
-    return -hax.sum(batch.loss_weights * learner_logprobs(model, batch)).array, None
+    return -hax.sum(batch.loss_weights * learner_logprobs(model, batch)).array, {}
 
 
 def main(start=LLAMA, source=SUMS, adam=ADAM, *, epochs=8, batch_size=64, max_length=16):
@@ -48,10 +48,7 @@ def main(start=LLAMA, source=SUMS, adam=ADAM, *, epochs=8, batch_size=64, max_le
     for step in range(1, batches.steps(epochs) + 1):
         batch = join_examples(batches.of_step(step))
         packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=tokenizer.pad_token_id)
-        loss = 0.0
-        for rows in packed.microbatches:
-            state, part, _ = learner.forward_backward(state, rows, cross_entropy)
-            loss += part
+        state, loss, _ = learner.forward_backward(state, packed.microbatches, cross_entropy)
         state, _ = learner.step(state)
         print(f"step {step}: loss {float(loss)}")
 

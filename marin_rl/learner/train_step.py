@@ -184,7 +184,7 @@ class Learner:
         self._zeros = compiled(zero_gradient)
         self._forward = compiled(self._evaluate)
         # Weights are not donated, because samplers may still read them.
-        self._accumulate = compiled(self._add_gradient, donate_args=(False, True, False, False, False))
+        self._accumulate = compiled(self._add_gradient, donate_args=(False, True, False, False, False, False))
         self._apply = compiled(self._apply_gradient, donate_args=(False, True, True, False))
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
@@ -309,22 +309,27 @@ class Learner:
             return self._forward(model, self._place_rows(rows), loss, self._frozen)
 
     def forward_backward(
-        self, state: AccumulatedState, rows: TokenRows, loss: Loss
+        self, state: AccumulatedState, rows: TokenRows | Sequence[RlExample], loss: Loss
     ) -> tuple[AccumulatedState, jax.Array, Any]:
-        """Add the gradient of a microbatch's loss to the sum.
+        """Add the gradient of a loss to the sum.
 
         Args:
             state: its gradient is **donated**; use the returned state.
-            rows: a microbatch on the host, with all rows.
-            loss: differentiated in compute precision.
+            rows: a microbatch on the host, with all rows; or a batch as microbatches of one shape, which one program
+                sums, the same as in `update`.
+            loss: differentiated in compute precision. The reports of the microbatches of a batch are metrics.
 
         Returns:
-            The new state, the loss, and what the loss function reports.
+            The new state, the loss, and what the loss function reports; for a batch, metrics are folded.
         """
-        model = state.state.model
         with self._compiling():
-            gradient, *results = self._accumulate(model, state.gradient, self._place_rows(rows), loss, self._frozen)
-        return dataclasses.replace(state, gradient=gradient), *results
+            if isinstance(rows, TokenRows):
+                inputs = self._place_rows(rows), None
+            else:
+                stacked = stack_microbatches(rows, self._capacity)
+                inputs = place_batch(stacked, self.trainer, None), np.int32(len(rows))
+            sums = self._accumulate(state.model, state.gradient, *inputs, loss, self._frozen)
+        return dataclasses.replace(state, gradient=sums.gradient), sums.loss, sums.metrics
 
     def step(
         self,
@@ -377,11 +382,14 @@ class Learner:
             return self._compute(model, rows, _unflatten(self._frozen_constants, frozen), loss)
 
     def _add_gradient(
-        self, model: Any, total: Any, rows: TokenRows, loss: Loss, frozen: list[jax.Array]
-    ) -> tuple[Any, jax.Array, Any]:
+        self, model: Any, total: Any, rows: Any, count: jax.Array | None, loss: Loss, frozen: list[jax.Array]
+    ) -> MicrobatchSums:
+        if count is not None:
+            with hax.axis_mapping(self._parameter_mapping):
+                return self._sum(model, rows, count, frozen, loss, total)
         sums = self._gradient(model, rows, _unflatten(self._frozen_constants, frozen), loss)
         added = jax.tree.map(lambda old, new: old + new.astype(jnp.float32), total, sums.gradient)
-        return added, sums.loss, sums.metrics
+        return sums._replace(gradient=added)
 
     def _apply_gradient(
         self, model: Any, rest: TrainerState, gradient: Any, settings: dict[str, jax.Array] | None
@@ -426,21 +434,9 @@ class Learner:
     def _update(
         self, state: TrainerState, batch: RlExample, count: jax.Array, frozen: list[jax.Array]
     ) -> tuple[TrainerState, PendingUpdate]:
-        constants, leaves = _flatten(state.model)
-
-        # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
-        @jax.jit
-        def differentiate(leaves: list[jax.Array], batch: RlExample, frozen: list[jax.Array]) -> MicrobatchSums:
-            assert self._loss is not None
-            read = _unflatten(self._frozen_constants, frozen)
-            return self._gradient(_unflatten(constants, leaves), batch, read, self._loss)
-
-        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
-            return _add(sums, differentiate(leaves, take_microbatch(batch, index), frozen))
-
-        shapes = jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0), frozen)
-        sums = jax.lax.fori_loop(0, count, add, self._make_zeros(shapes))
-        gradient = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums.gradient, shapes.gradient)
+        assert self._loss is not None
+        sums = self._sum(state.model, batch, count, frozen, self._loss)
+        gradient = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums.gradient, state.model)
         # The forward pass is deterministic, so the key does not change.
         new_state, _ = state.take_step(gradient, loss=cast(float, sums.loss), key=state.training_key)
         optimizer_state = cast(SkipState, new_state.opt_state)
@@ -452,6 +448,24 @@ class Learner:
             "lr": metric(rate, ReductionType.LAST),
         }
         return new_state, PendingUpdate(jnp.asarray(new_state.step), optimizer_state.finite, metrics)
+
+    def _sum(
+        self, model: Any, batch: RlExample, count: jax.Array, frozen: list[jax.Array], loss: Loss, total: Any = None
+    ) -> MicrobatchSums:
+        """Sum over the microbatches; `total` is the sum of gradients to which to add, None for zero."""
+        constants, leaves = _flatten(model)
+
+        # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
+        @jax.jit
+        def differentiate(leaves: list[jax.Array], batch: RlExample, frozen: list[jax.Array]) -> MicrobatchSums:
+            read = _unflatten(self._frozen_constants, frozen)
+            return self._gradient(_unflatten(constants, leaves), batch, read, loss)
+
+        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
+            return _add(sums, differentiate(leaves, take_microbatch(batch, index), frozen))
+
+        sums = self._make_zeros(jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0), frozen))
+        return jax.lax.fori_loop(0, count, add, sums if total is None else sums._replace(gradient=total))
 
     def _make_zeros(self, like: MicrobatchSums) -> MicrobatchSums:
         bounds = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}
