@@ -53,9 +53,10 @@ def main(start: str, source=PAIRS, adam=ADAM, *, epochs=1, batch_size=32, max_le
     train, held_out = data.train.examples, data.held_out.examples
     pairs = score_reference(scorer, policy, [*train, *held_out], batch_size)
     batches = Batches(pairs[: len(train)], batch_size, seed=0)
-    learner = Learner(trainer, adam, num_updates=batches.steps(epochs))
+    num_steps, capacity = batches.steps(epochs), layout.microbatches(2 * batch_size)
+    learner = Learner(trainer, adam, num_updates=num_steps, capacity=capacity)
     state = learner.start(policy)
-    for step in range(1, batches.steps(epochs) + 1):
+    for step in range(1, num_steps + 1):
         batch = join_pairs(batches.of_step(step))  # Its advantages are 1 in chosen answers, and -1 in rejected ones.
         packed = pack_batch(batch, SequenceMeanConfig(), layout, pad_token_id=tokenizer.pad_token_id)
         state, loss, _ = learner.forward_backward(state, packed.microbatches, preference_loss)

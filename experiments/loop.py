@@ -59,7 +59,7 @@ def main(start: str, task=SUMS, adam=ADAM, *, num_steps=150, prompts=64, group_s
     environment = task.build()
     runner = RolloutRunner(environment, tokenizer, sampler, Limits(max_length, max_new_tokens))
     layout = row_layout(policy.config, trainer, max_length, prompts * group_size, group_size, max_new_tokens)
-    learner = Learner(trainer, adam, num_updates=num_steps)
+    learner = Learner(trainer, adam, num_updates=num_steps, capacity=layout.microbatches(prompts * group_size))
     state, stream, position = learner.start(policy), environment.stream(SEED), {}
 
     for step in range(1, num_steps + 1):

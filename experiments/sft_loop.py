@@ -43,9 +43,10 @@ def main(start=LLAMA, source=SUMS, adam=ADAM, *, epochs=8, batch_size=64, max_le
     data = read_examples(source, tokenizer, max_length)
     batches = Batches(data.train.examples, batch_size, seed=0)
     layout = row_layout(policy.config, trainer, max_length, batch_size)
-    learner = Learner(trainer, adam, num_updates=batches.steps(epochs))
+    num_steps, capacity = batches.steps(epochs), layout.microbatches(batch_size)
+    learner = Learner(trainer, adam, num_updates=num_steps, capacity=capacity)
     state = learner.start(policy)
-    for step in range(1, batches.steps(epochs) + 1):
+    for step in range(1, num_steps + 1):
         batch = join_examples(batches.of_step(step))
         packed = pack_batch(batch, TokenMeanConfig(), layout, pad_token_id=tokenizer.pad_token_id)
         state, loss, _ = learner.forward_backward(state, packed.microbatches, cross_entropy)
