@@ -32,9 +32,9 @@ def results(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def steps(result: dict[str, Any]) -> list[dict[str, float]]:
+def steps(printed: str) -> list[dict[str, float]]:
     """The numbers of each step that a loop has printed, by name."""
-    lines = [line.partition(": ")[2] for line in result["printed"].splitlines() if line.startswith("step ")]
+    lines = [line.partition(": ")[2] for line in printed.splitlines() if line.startswith("step ")]
     return [{name: float(value) for name, value in re.findall(r"(\w+) ([^ ,]+)", line)} for line in lines]
 
 
@@ -42,7 +42,7 @@ def steps(result: dict[str, Any]) -> list[dict[str, float]]:
 @pytest.mark.parametrize(("case", "count"), [("rl", 5), ("sft", 9), ("dpo", 5)])
 def test_losses_and_rewards_are_those_of_the_command(results: dict[str, Any], case: str, count: int) -> None:
     result, names = results[case], {"loss": "loss/total", "reward": "objective/scores"}
-    found = steps(result)
+    found = steps(result["printed"])
     expected = [{name: record[names[name]] for name in found[0]} for record in result["records"][1:]]
     assert found == expected[: len(found)]
     assert len(found) >= count
@@ -54,6 +54,19 @@ def test_accuracies_are_those_of_the_command(results: dict[str, Any]) -> None:
     found = ast.literal_eval(results["rl"]["printed"].splitlines()[-1])
     assert any("accuracy" in name for name in found)
     assert found.items() <= results["rl"]["records"][-1].items()
+
+
+@pytest.mark.medium
+def test_the_changes_of_the_page_change_the_loop(results: dict[str, Any]) -> None:
+    """The first step has the same rollouts, until tasks come from two environments."""
+    first, *_ = steps(results["rl"]["printed"])
+    advantage, loss, environment = results["changes"].values()
+    for printed in (advantage, loss):
+        changed, _ = steps(printed)
+        assert changed["reward"] == first["reward"]
+        assert changed["loss"] != first["loss"]
+    found = ast.literal_eval(environment.splitlines()[-1])
+    assert {name.split("/")[1] for name in found} == {"ones", "small"}
 
 
 @pytest.mark.parametrize(("name", "most"), [("loop", 100), ("sft_loop", 60), ("dpo_loop", 70)])
