@@ -340,7 +340,9 @@ class Learner:
         decay: float = 0.0,
         clip: float = 0.0,
     ) -> tuple[AccumulatedState, dict[str, jax.Array]]:
-        """Apply the sum `g` of the gradients to the weights `p`, and zero it; for a learner with `StepwiseAdamW`.
+        """Apply the sum `g` of the gradients to the weights `p` with the learner's optimizer, and zero it.
+
+        A learner with `StepwiseAdamW` takes the settings of each step:
 
         ```
         g ← g · min(1, clip / |g|)     if clip > 0
@@ -352,7 +354,7 @@ class Learner:
 
         Args:
             state: **donated** except for the weights; use the returned state.
-            rate: learning rate.
+            rate: learning rate of `StepwiseAdamW`; None for other optimizers, which have settings and a schedule.
             betas: β1 and β2, each at least 0 and below 1.
             eps: ε, positive.
             decay: decoupled weight decay.
@@ -364,7 +366,7 @@ class Learner:
 
         Source: Loshchilov & Hutter 2019, arXiv 1711.05101, as in torch's `AdamW`.
         """
-        model, rest = state.state.model, dataclasses.replace(state.state, model=None)
+        model, rest = state.model, dataclasses.replace(state.state, model=None)
         settings = None
         if rate is not None:
             values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
@@ -436,7 +438,8 @@ class Learner:
     ) -> tuple[TrainerState, PendingUpdate]:
         assert self._loss is not None
         sums = self._sum(state.model, batch, count, frozen, self._loss)
-        gradient = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums.gradient, state.model)
+        trained = eqx.filter(state.model, eqx.is_inexact_array)
+        gradient = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), sums.gradient, trained)
         # The forward pass is deterministic, so the key does not change.
         new_state, _ = state.take_step(gradient, loss=cast(float, sums.loss), key=state.training_key)
         optimizer_state = cast(SkipState, new_state.opt_state)

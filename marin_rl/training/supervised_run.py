@@ -246,15 +246,9 @@ def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
     Raises:
         ValueError: if the data is invalid; the message names the file, the line and the column.
     """
-    data = read_examples(
-        config.source,
-        config.tokenizer.build(),
-        config.batch.max_length,
-        config.batch.long_sequences,
-        key=config.source_key,
-        pairs=config.trains_on_pairs,
-        stored=storage_path(config.run_dir, "run_dir") / TOKENS,
-    )
+    limits, tokenizer = (config.batch.max_length, config.batch.long_sequences), config.tokenizer.build()
+    stored, pairs = storage_path(config.run_dir, "run_dir") / TOKENS, config.trains_on_pairs
+    data = read_examples(config.source, tokenizer, *limits, key=config.source_key, pairs=pairs, stored=stored)
     steps = Batches(data.train.examples, config.batch.size, config.seed).steps(config.epochs)
     return dataclasses.replace(config, num_steps=config.num_steps or steps), data
 
