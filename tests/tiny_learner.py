@@ -133,7 +133,7 @@ def split_rows(example: RlExample, parts: int) -> list[RlExample]:
 
 def make_loss(*, block_size: int = 5) -> RlLoss:
     """Return a loss with all parts enabled."""
-    return RlLoss(PpoClipLossConfig(), LossKlConfig(0.1, KlEstimator.K3), 0.8, block_size)
+    return RlLoss(PpoClipLossConfig().per_token, LossKlConfig(0.1, KlEstimator.K3), 0.8, block_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped
 
-from marin_rl.objectives.advantage_inputs import TokenAdvantages, split
+from marin_rl.objectives.advantage_inputs import split
 from marin_rl.types import Rollout
 
 NO_TURN = -1
@@ -137,35 +137,41 @@ class RolloutBatch:
         return split(values[self.loss_mask], self.num_loss_tokens.tolist())
 
     def from_actions(
-        self, name: str, per_rollout: Sequence[Shaped[np.ndarray, " _actions"]]
+        self, name: str, per_rollout: Sequence[float | Shaped[np.ndarray, " _actions"]]
     ) -> Float64[np.ndarray, " tokens"]:
         """Return an array over tokens, 0 outside the loss mask, from the values of the action tokens of each rollout.
 
-        Errors name the values by `name`.
+        A number is the value of all action tokens of its rollout. Errors name the values by `name`.
 
         Raises:
-            ValueError: if there is not one value per action token; names the rollout.
+            ValueError: if there is neither a number nor one value per action token; names the rollout.
         """
         if len(per_rollout) != len(self.ids):
             raise ValueError(f"{len(self.ids)} rollouts but {name} for {len(per_rollout)}; pass one array per rollout")
-        for id, count, values in zip(self.ids, self.num_loss_tokens.tolist(), per_rollout, strict=True):
-            if values.shape != (count,):
-                raise ValueError(f"rollout {id} has {count} loss tokens, but its {name} have shape {values.shape}")
+        counts = self.num_loss_tokens.tolist()
+        for id, count, values in zip(self.ids, counts, per_rollout, strict=True):
+            if np.shape(values) not in ((), (count,)):
+                raise ValueError(f"rollout {id} has {count} loss tokens, but its {name} have shape {np.shape(values)}")
         array = np.zeros(self.input_ids.shape)
-        array[self.loss_mask] = np.concatenate([np.zeros(0), *per_rollout])
+        array[self.loss_mask] = np.concatenate([np.zeros(0), *map(np.broadcast_to, per_rollout, counts)])
         return array
 
-    def with_advantages(self, computed: Sequence[TokenAdvantages]) -> "RolloutBatch":
-        """Return the batch with the advantages and value targets of each rollout.
+    def with_advantages(
+        self,
+        advantages: Sequence[float | Float64[np.ndarray, " _actions"]],
+        value_targets: Sequence[float | Float64[np.ndarray, " _actions"]] | None = None,
+    ) -> "RolloutBatch":
+        """Return the batch with the advantages of each rollout, and with its value targets if there is a critic.
+
+        They are one number for a whole rollout, or one for each of its action tokens.
 
         Raises:
-            ValueError: if a rollout does not have one advantage and value target per action token; names the rollout.
+            ValueError: if they are neither; names the rollout.
         """
-        return dataclasses.replace(
-            self,
-            advantages=self.from_actions("advantages", [of_rollout.advantages for of_rollout in computed]),
-            returns=self.from_actions("returns", [of_rollout.value_targets for of_rollout in computed]),
-        )
+        batch = dataclasses.replace(self, advantages=self.from_actions("advantages", advantages))
+        if value_targets is None:
+            return batch
+        return dataclasses.replace(batch, returns=self.from_actions("returns", value_targets))
 
     def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
         """Return the indices of the tokens of some rollouts, which are given by their indices."""
@@ -190,7 +196,7 @@ class RolloutBatch:
         return dataclasses.replace(self, **arrays)
 
 
-def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int) -> RolloutBatch:
+def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int | None = None) -> RolloutBatch:
     """Convert sampled rollouts to a batch with exactly the sampled tokens.
 
     Reference log-probabilities, values, advantages and returns are 0, and importance weights 1. A failed rollout keeps
@@ -201,7 +207,7 @@ def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int) -> RolloutBa
     """
     lengths = [sequence_lengths(rollout) for rollout in rollouts]
     for rollout, of_rollout in zip(rollouts, lengths, strict=True):
-        if (longest := max(of_rollout, default=0)) > max_length:
+        if max_length is not None and (longest := max(of_rollout, default=0)) > max_length:
             raise ValueError(
                 f"rollout {rollout.id}: a sequence of {longest} tokens does not fit into rows of {max_length} "
                 "positions; raise rollouts.max_length"

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 from levanter.models.lm_model import LmConfig
 
-from marin_rl.batching.attention_kernel import AttentionKernel
+from marin_rl.batching.attention_kernel import AttentionKernel, attention_kernel
 from marin_rl.batching.packing import (
     GroupRow,
     Prompt,
@@ -27,6 +27,8 @@ from marin_rl.batching.packing import (
     pack_sequences,
 )
 from marin_rl.batching.row_sizes import TOKENS_PER_MICROBATCH, RowSizes
+from marin_rl.utils.devices.setup import platform_of
+from marin_rl.utils.devices.trainer_config import TrainerConfig
 
 SHORTEST_ROW = 128
 """Positions of the shortest rows of a server's calls without shared prompts."""
@@ -66,6 +68,12 @@ class Rows:
     """`cpu`, `gpu` or `tpu`."""
     devices: int
     """Number of data-parallel devices."""
+
+    @classmethod
+    def of(cls, model: LmConfig, trainer: TrainerConfig) -> "Rows":
+        """Make it for a model on the devices of `trainer`, as returned by `start_devices`."""
+        platform = platform_of(trainer)
+        return cls(attention_kernel(model, platform), model, platform, trainer.data_axis_size)
 
     def layout(
         self,
@@ -215,6 +223,33 @@ class Rows:
         each = -(-of_device // -(-of_device // most))
         own = min(1 << (each - 1).bit_length(), most)
         return self.layout(length, own * self.devices, group=group)
+
+
+def row_layout(
+    model: LmConfig,
+    trainer: TrainerConfig,
+    max_length: int,
+    sequences: int,
+    group_size: int = 1,
+    max_new_tokens: int = 1,
+    sequences_per_item: int = 1,
+) -> RowLayout:
+    """Return the layout of batches for a model, with its alternatives, as the commands choose it by default.
+
+    Args:
+        model: the architecture.
+        trainer: as returned by `start_devices`.
+        max_length: maximum tokens of a sequence.
+        sequences: number of sequences of a batch.
+        group_size: number of them that have the same prompt.
+        max_new_tokens: maximum tokens after the prompt, if `group_size` is above 1.
+        sequences_per_item: number of sequences that must be in one microbatch, such as the answers of a pair.
+    """
+    rows = Rows.of(model, trainer)
+    sizes = RowSizes("", max_length, sequences, packing=None, sequences_per_item=sequences_per_item)
+    groups = GroupSizes(sequences // group_size, group_size, max_new_tokens) if group_size > 1 else None
+    each = sizes.rows_per_device(rows.platform, rows.devices) * rows.devices
+    return rows.of_run(sizes, each, 0, groups, whole_rollouts=sequences_per_item > 1)
 
 
 def row_length(longest: int, most: int) -> int:

@@ -76,11 +76,11 @@ def _read(config: DataConfig, path: str, split: str, key: str) -> Iterator[Row]:
 
 def read_examples(
     config: DataConfig,
-    key: str,
-    max_length: int,
-    long_sequences: LongSequences,
     tokenizer: ChatTokenizer,
+    max_length: int,
+    long_sequences: LongSequences = LongSequences.ERROR,
     *,
+    key: str = "data",
     pairs: bool = False,
     stored: StoragePath | None = None,
 ) -> Data:
@@ -88,10 +88,10 @@ def read_examples(
 
     Args:
         config: the source.
-        key: its section in the config, for messages.
+        tokenizer: chat tokenizer.
         max_length: maximum number of tokens of a sequence.
         long_sequences: handling of longer ones.
-        tokenizer: chat tokenizer.
+        key: section of the source in the config, for messages.
         pairs: whether the rows are pairs of answers.
         stored: the file with the tokens of an earlier start; one of other rows or settings is not used.
 
@@ -230,17 +230,18 @@ def join_examples(examples: Sequence[Example]) -> RolloutBatch:
     )
 
 
-def join_pairs(pairs: Sequence[Example], *, length_normalized: bool) -> RolloutBatch:
-    """Make a batch of scored pairs, each one rollout, whose advantages are the signs of the tokens in the margin.
+def join_pairs(pairs: Sequence[Example], *, length_normalized: bool = False) -> RolloutBatch:
+    """Make a batch of pairs, each one rollout, whose advantages are the signs of the tokens in the margin.
 
-    With `length_normalized`, the sign of a token is divided by the number of tokens of its answer.
+    With `length_normalized`, the sign of a token is divided by the number of tokens of its answer. The reference's
+    log-probabilities of a pair that was not scored are 0.
     """
     signs, batch = [], join_examples(pairs)
     for pair in pairs:
         is_chosen = (np.arange(pair.input_ids.size) < sum(pair.lengths[: pair.chosen]))[pair.loss_mask]
         lengths = np.where(is_chosen, is_chosen.sum(), (~is_chosen).sum()) if length_normalized else 1
         signs.append(np.where(is_chosen, 1.0, -1.0) / lengths)
-    scored = [pair.reference for pair in pairs if pair.reference is not None]
+    scored = [0.0 if pair.reference is None else pair.reference for pair in pairs]
     reference = batch.from_actions("reference log-probabilities", scored)
     return dataclasses.replace(
         batch, advantages=batch.from_actions("signs", signs), reference_logprobs=reference.astype(np.float32)

@@ -82,6 +82,14 @@ def policy_activations(model: LmHeadModel, batch: TokenRows) -> NamedArray:
     return batch.from_inputs(activations[0] if isinstance(activations, tuple) else activations)
 
 
+def learner_logprobs(
+    model: LmHeadModel, batch: RlExample, *, temperature: float = 1.0, block_size: int = LOGPROB_BLOCK_SIZE["cpu"]
+) -> NamedArray:
+    """Compute log π (nats) of every scored token, `{batch, position}` float32, 0 elsewhere; see `token_logprobs`."""
+    trunk = policy_activations(model, batch)
+    return token_logprobs(trunk, model.get_lm_head(), batch, temperature=temperature, block_size=block_size)[0]
+
+
 def token_logprobs(
     activations: NamedArray,
     lm_head: NamedArray,

@@ -18,12 +18,12 @@ from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import ActorCritic, assemble, policy_of
 from marin_rl.learner.divergence import token_divergences
-from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE, policy_activations, token_logprobs
 from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
 from marin_rl.objectives.kl import ExactKlConfig, KlConfig, NoKlConfig
-from marin_rl.objectives.policy_loss import PolicyLossConfig, TokenBatch
+from marin_rl.objectives.policy_loss import PolicyLoss, TokenBatch
 from marin_rl.objectives.value_loss import value_loss_terms
 from marin_rl.utils.levanter_line import metric
 
@@ -49,13 +49,13 @@ class RlLoss:
     out; supervised training is the stream `ce` alone.
     """
 
-    policy_loss: PolicyLossConfig | None
+    policy_loss: PolicyLoss | None
     """The policy term; None without the stream `rl`."""
-    kl: KlConfig
+    kl: KlConfig = NoKlConfig()
     """Weight and estimator of the KL penalty to the reference."""
-    temperature: float
+    temperature: float = 1.0
     """Sampling temperature; log-probabilities are computed at this temperature."""
-    block_size: int
+    block_size: int = LOGPROB_BLOCK_SIZE["cpu"]
     """Tokens per device with logits in memory at the same time."""
     critic: CriticConfig | None = None
     """Configuration of the value loss; None without a critic."""
@@ -108,7 +108,7 @@ class RlLoss:
 
     def _rl(
         self,
-        policy_loss: PolicyLossConfig,
+        policy_loss: PolicyLoss,
         model: Any,
         batch: RlExample,
         trunk: NamedArray,
@@ -120,9 +120,7 @@ class RlLoss:
         learner, policy = logprobs.rearrange(axes).array, batch.policy_logprobs.array
         if batch.ce_weights is not None:
             learner = jnp.where(mask, learner, 0)
-        terms, clipped = policy_loss.per_token(
-            TokenBatch(learner, policy, batch.advantages.array, mask, batch.rollout_ids.array)
-        )
+        terms, clipped = policy_loss(TokenBatch(learner, policy, batch.advantages.array, mask, batch.rollout_ids.array))
         policy_part = jnp.sum(weights * batch.importance_weights.array * terms)
         kl_part = jnp.sum(weights * self.kl.loss_terms(learner, batch.reference_logprobs.array))
         metrics = {
@@ -155,7 +153,7 @@ def cross_entropy_loss(block_size: int) -> RlLoss:
 
     At most `block_size` tokens per device have logits in memory at the same time.
     """
-    return RlLoss(None, NoKlConfig(), temperature=1.0, block_size=block_size)
+    return RlLoss(None, block_size=block_size)
 
 
 def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:

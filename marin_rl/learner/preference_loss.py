@@ -12,7 +12,7 @@ from levanter.metrics import Metric, ReductionType
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.critic import assemble
-from marin_rl.learner.logprobs import policy_activations, token_logprobs
+from marin_rl.learner.logprobs import learner_logprobs
 from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import PreferenceLossConfig, pair_sums, preference_metrics
@@ -49,10 +49,8 @@ class PreferenceLoss:
         `frozen` the base of trained adapters.
         """
         model = assemble(model, None if frozen is None else frozen.base)
-        trunk = policy_activations(model, batch)
-        logprobs, _ = token_logprobs(trunk, model.get_lm_head(), batch, temperature=1.0, block_size=self.block_size)
         pairs = pair_sums(
-            logprobs.rearrange(batch.input_ids.axes).array,
+            learner_logprobs(model, batch, block_size=self.block_size).rearrange(batch.input_ids.axes).array,
             batch.reference_logprobs.array,
             batch.advantages.array,
             batch.loss_weights.array,

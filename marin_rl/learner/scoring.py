@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Bool, Float32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.attention_kernel import attention_kernel
 from marin_rl.batching.packing import RowLayout
 from marin_rl.batching.rl_example import RlExample, pack_batch
 from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
@@ -60,8 +59,8 @@ class Scorer:
         layout: RowLayout,
         *,
         pad_token_id: int,
-        temperature: float,
-        block_size: int,
+        temperature: float = 1.0,
+        block_size: int = LOGPROB_BLOCK_SIZE["cpu"],
         capacity: int = 1,
         accuracy: bool = False,
     ):
@@ -178,8 +177,8 @@ def sequence_scorer(
         block_size: tokens whose logits are in memory at once.
         tokens: number of tokens of a microbatch on each device, at least.
     """
-    kernel = attention_kernel(architecture, platform_of(trainer))
-    layout = Rows(kernel, architecture, platform_of(trainer), trainer.data_axis_size).of_scores(max_length, tokens)
+    rows = Rows.of(architecture, trainer)
+    layout = rows.of_scores(max_length, tokens)
     scorer = Scorer(
         trainer, layout, pad_token_id=pad_token_id, temperature=temperature, block_size=block_size, capacity=8
     )
@@ -191,7 +190,7 @@ def sequence_scorer(
         input_ids = np.array([*itertools.chain.from_iterable(sequences)], np.int32)
         names = [*map(str, range(len(sizes)))]
         batch = make_batch(names, [[size] for size in sizes], input_ids=input_ids, turn_ids=turn_ids)
-        model = with_config(model, kernel.configure(model.config, layout.row_length))
+        model = with_config(model, rows.kernel.configure(model.config, layout.row_length))
         return [part.tolist() for part in batch.actions(scorer.score(model, batch).logprobs)]
 
     return score

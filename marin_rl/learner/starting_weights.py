@@ -10,16 +10,14 @@ import jax
 from jax.typing import DTypeLike
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.learner.policy_model import (
-    check_hf_policy,
-    initialize_policy,
-    load_hf_policy,
-)
+from marin_rl.batching.attention_kernel import FLASH_BLOCK, attention_kernel
+from marin_rl.learner.policy_model import check_hf_policy, initialize_policy, load_hf_policy, read_hf_architecture
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import read_tensor_shapes
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import RunDirectory, exported_step
 from marin_rl.tokenization.chat import ChatTokenizer
+from marin_rl.tokenization.config import TokenizerConfig
 from marin_rl.tokenization.load import (
     BYTES,
     TOKENIZER_FILES,
@@ -28,6 +26,7 @@ from marin_rl.tokenization.load import (
     load_tokenizer,
     other_tokens,
 )
+from marin_rl.utils.devices.setup import platform_of
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.seeds import derive_seed
@@ -153,6 +152,27 @@ def hf_location(source: str, key: str = "initialize_from") -> str:
             f"the folder of the former weights: {location!r}"
         )
     return location
+
+
+def load_policy(source: str | LmConfig, trainer: TrainerConfig, *, seed: int = 0) -> tuple[LmHeadModel, ChatTokenizer]:
+    """Load or initialize a policy, and load its tokenizer.
+
+    Args:
+        source: run directory, or a folder or hub name in Hugging Face format; or an architecture, for random weights
+            with the byte-level tokenizer.
+        trainer: as returned by `start_devices`; mesh, axis mapping and parameter precision.
+        seed: seed of random weights, as of a run.
+
+    Raises:
+        PolicyModelError: if `source` cannot be loaded.
+        TokenizerLoadError: if it has no tokenizer.
+    """
+    path = source if isinstance(source, str) else None
+    tokenizer = TokenizerConfig(BYTES if path is None else tokenizer_of(path)).build()
+    model = read_hf_architecture(hf_folder(source)) if isinstance(source, str) else source
+    # A block size that is set restricts the rows that `row_layout` chooses to those that it divides.
+    model = attention_kernel(model, platform_of(trainer)).configure(model, FLASH_BLOCK)
+    return first_policy(path, model, tokenizer, trainer, seed), tokenizer
 
 
 def first_policy(

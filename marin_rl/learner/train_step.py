@@ -65,6 +65,11 @@ class AccumulatedState(eqx.Module):
     gradient: Any
     """float32, with the shapes and sharding of the weights."""
 
+    @property
+    def model(self) -> Any:
+        """The weights, which no program donates: a sampler may read them during the next steps."""
+        return self.state.model
+
 
 @dataclasses.dataclass(frozen=True)
 class StepwiseAdamW(OptimizerConfig):
@@ -141,7 +146,7 @@ class Learner:
         self,
         trainer: TrainerConfig,
         optimizer: OptimizerConfig,
-        loss: Loss | None,
+        loss: Loss | None = None,
         *,
         num_updates: int,
         capacity: int = 1,
@@ -153,7 +158,7 @@ class Learner:
         Args:
             trainer: mesh, precision and sharding, completed by `start_devices`.
             optimizer: optimizer and learning-rate schedule.
-            loss: the loss of `update`, with metrics as its report; None for a learner without it.
+            loss: the loss of `update`, with metrics as its report; None for a learner without `update`.
             num_updates: updates of the run, the length of the learning-rate schedule.
             capacity: microbatches that the compiled program has room for, at least 1. A larger batch doubles it as
                 often as necessary, which compiles again.
@@ -179,7 +184,7 @@ class Learner:
         self._zeros = compiled(zero_gradient)
         self._forward = compiled(self._evaluate)
         # Weights are not donated, because samplers may still read them.
-        self._accumulate = compiled(self._add_gradient, donate_args=(False, True, False, False, False))
+        self._accumulate = compiled(self._add_gradient, donate_args=(False, True, False, False, False, False))
         self._apply = compiled(self._apply_gradient, donate_args=(False, True, True, False))
 
     def initial_state(self, model: eqx.Module, key: jax.Array) -> TrainerState:
@@ -286,8 +291,9 @@ class Learner:
 
     # Gradients and steps as separate calls.
 
-    def accumulated(self, state: TrainerState) -> AccumulatedState:
-        """Return a state with a sum of no gradients."""
+    def start(self, model: eqx.Module) -> AccumulatedState:
+        """Return a new state of these weights, with zeroed optimizer moments and a sum of no gradients."""
+        state = self.initial_state(model, jax.random.PRNGKey(0))
         with self._compiling():
             return AccumulatedState(state, self._zeros(state.model))
 
@@ -303,33 +309,40 @@ class Learner:
             return self._forward(model, self._place_rows(rows), loss, self._frozen)
 
     def forward_backward(
-        self, state: AccumulatedState, rows: TokenRows, loss: Loss
+        self, state: AccumulatedState, rows: TokenRows | Sequence[RlExample], loss: Loss
     ) -> tuple[AccumulatedState, jax.Array, Any]:
-        """Add the gradient of a microbatch's loss to the sum.
+        """Add the gradient of a loss to the sum.
 
         Args:
             state: its gradient is **donated**; use the returned state.
-            rows: a microbatch on the host, with all rows.
-            loss: differentiated in compute precision.
+            rows: a microbatch on the host, with all rows; or a batch as microbatches of one shape, which one program
+                sums, the same as in `update`.
+            loss: differentiated in compute precision. The reports of the microbatches of a batch are metrics.
 
         Returns:
-            The new state, the loss, and what the loss function reports.
+            The new state, the loss, and what the loss function reports; for a batch, metrics are folded.
         """
-        model = state.state.model
         with self._compiling():
-            gradient, *results = self._accumulate(model, state.gradient, self._place_rows(rows), loss, self._frozen)
-        return dataclasses.replace(state, gradient=gradient), *results
+            if isinstance(rows, TokenRows):
+                inputs = self._place_rows(rows), None
+            else:
+                stacked = stack_microbatches(rows, self._capacity)
+                inputs = place_batch(stacked, self.trainer, None), np.int32(len(rows))
+            sums = self._accumulate(state.model, state.gradient, *inputs, loss, self._frozen)
+        return dataclasses.replace(state, gradient=sums.gradient), sums.loss, sums.metrics
 
     def step(
         self,
         state: AccumulatedState,
-        rate: float,
+        rate: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         decay: float = 0.0,
         clip: float = 0.0,
     ) -> tuple[AccumulatedState, dict[str, jax.Array]]:
-        """Apply the sum `g` of the gradients to the weights `p`, and zero it; for a learner with `StepwiseAdamW`.
+        """Apply the sum `g` of the gradients to the weights `p` with the learner's optimizer, and zero it.
+
+        A learner with `StepwiseAdamW` takes the settings of each step:
 
         ```
         g ← g · min(1, clip / |g|)     if clip > 0
@@ -341,7 +354,7 @@ class Learner:
 
         Args:
             state: **donated** except for the weights; use the returned state.
-            rate: learning rate.
+            rate: learning rate of `StepwiseAdamW`; None for other optimizers, which have settings and a schedule.
             betas: β1 and β2, each at least 0 and below 1.
             eps: ε, positive.
             decay: decoupled weight decay.
@@ -353,9 +366,12 @@ class Learner:
 
         Source: Loshchilov & Hutter 2019, arXiv 1711.05101, as in torch's `AdamW`.
         """
-        model, rest = state.state.model, dataclasses.replace(state.state, model=None)
-        values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
-        settings = dict(zip(("rate", "beta1", "beta2", "eps", "decay", "clip"), map(np.float32, values), strict=True))
+        model, rest = state.model, dataclasses.replace(state.state, model=None)
+        settings = None
+        if rate is not None:
+            values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
+            names = ("rate", "beta1", "beta2", "eps", "decay", "clip")
+            settings = dict(zip(names, map(np.float32, values), strict=True))
         with self._compiling():
             model, rest, gradient, metrics = self._apply(model, rest, state.gradient, settings)
         return AccumulatedState(dataclasses.replace(rest, model=model), gradient), metrics
@@ -368,23 +384,27 @@ class Learner:
             return self._compute(model, rows, _unflatten(self._frozen_constants, frozen), loss)
 
     def _add_gradient(
-        self, model: Any, total: Any, rows: TokenRows, loss: Loss, frozen: list[jax.Array]
-    ) -> tuple[Any, jax.Array, Any]:
+        self, model: Any, total: Any, rows: Any, count: jax.Array | None, loss: Loss, frozen: list[jax.Array]
+    ) -> MicrobatchSums:
+        if count is not None:
+            with hax.axis_mapping(self._parameter_mapping):
+                return self._sum(model, rows, count, frozen, loss, total)
         sums = self._gradient(model, rows, _unflatten(self._frozen_constants, frozen), loss)
         added = jax.tree.map(lambda old, new: old + new.astype(jnp.float32), total, sums.gradient)
-        return added, sums.loss, sums.metrics
+        return sums._replace(gradient=added)
 
     def _apply_gradient(
-        self, model: Any, rest: TrainerState, gradient: Any, settings: dict[str, jax.Array]
+        self, model: Any, rest: TrainerState, gradient: Any, settings: dict[str, jax.Array] | None
     ) -> tuple[Any, TrainerState, Any, dict[str, jax.Array]]:
         state = dataclasses.replace(rest, model=model)
         (of_state, leaves), (of_gradient, parts) = _flatten(state), _flatten(gradient)
 
         def take_step(leaves: list[jax.Array], parts: list[jax.Array]) -> TrainerState:
             state, total = _unflatten(of_state, leaves), _unflatten(of_gradient, parts)
-            guarded = cast(SkipState, state.opt_state)
-            inner = cast(Any, guarded.inner)._replace(hyperparams=settings)
-            state = dataclasses.replace(state, opt_state=guarded._replace(inner=inner))
+            if settings is not None:
+                guarded = cast(SkipState, state.opt_state)
+                inner = cast(Any, guarded.inner)._replace(hyperparams=settings)
+                state = dataclasses.replace(state, opt_state=guarded._replace(inner=inner))
             total = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), total, state.model)
             return state.take_step(total, loss=0.0, key=state.training_key)[0]
 
@@ -416,21 +436,10 @@ class Learner:
     def _update(
         self, state: TrainerState, batch: RlExample, count: jax.Array, frozen: list[jax.Array]
     ) -> tuple[TrainerState, PendingUpdate]:
-        constants, leaves = _flatten(state.model)
-
-        # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
-        @jax.jit
-        def differentiate(leaves: list[jax.Array], batch: RlExample, frozen: list[jax.Array]) -> MicrobatchSums:
-            assert self._loss is not None
-            read = _unflatten(self._frozen_constants, frozen)
-            return self._gradient(_unflatten(constants, leaves), batch, read, self._loss)
-
-        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
-            return _add(sums, differentiate(leaves, take_microbatch(batch, index), frozen))
-
-        shapes = jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0), frozen)
-        sums = jax.lax.fori_loop(0, count, add, self._make_zeros(shapes))
-        gradient = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sums.gradient, shapes.gradient)
+        assert self._loss is not None
+        sums = self._sum(state.model, batch, count, frozen, self._loss)
+        trained = eqx.filter(state.model, eqx.is_inexact_array)
+        gradient = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), sums.gradient, trained)
         # The forward pass is deterministic, so the key does not change.
         new_state, _ = state.take_step(gradient, loss=cast(float, sums.loss), key=state.training_key)
         optimizer_state = cast(SkipState, new_state.opt_state)
@@ -442,6 +451,24 @@ class Learner:
             "lr": metric(rate, ReductionType.LAST),
         }
         return new_state, PendingUpdate(jnp.asarray(new_state.step), optimizer_state.finite, metrics)
+
+    def _sum(
+        self, model: Any, batch: RlExample, count: jax.Array, frozen: list[jax.Array], loss: Loss, total: Any = None
+    ) -> MicrobatchSums:
+        """Sum over the microbatches; `total` is the sum of gradients to which to add, None for zero."""
+        constants, leaves = _flatten(model)
+
+        # Jitted so that it is traced once, although it is called twice: for the shapes of its result and in the loop.
+        @jax.jit
+        def differentiate(leaves: list[jax.Array], batch: RlExample, frozen: list[jax.Array]) -> MicrobatchSums:
+            read = _unflatten(self._frozen_constants, frozen)
+            return self._gradient(_unflatten(constants, leaves), batch, read, loss)
+
+        def add(index: jax.Array, sums: MicrobatchSums) -> MicrobatchSums:
+            return _add(sums, differentiate(leaves, take_microbatch(batch, index), frozen))
+
+        sums = self._make_zeros(jax.eval_shape(differentiate, leaves, take_microbatch(batch, 0), frozen))
+        return jax.lax.fori_loop(0, count, add, sums if total is None else sums._replace(gradient=total))
 
     def _make_zeros(self, like: MicrobatchSums) -> MicrobatchSums:
         bounds = {ReductionType.MAX: -jnp.inf, ReductionType.MIN: jnp.inf}

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         reinforce_terms,
         rloo_sequence_terms,
         sequence_log_ratios,
+        unclipped,
     )
     from marin_rl.objectives.preference import (
         PairSums,

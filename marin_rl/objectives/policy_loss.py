@@ -10,6 +10,7 @@ are minimised: a positive advantage raises the probability of its token. There i
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, ClassVar, NamedTuple
 
 import draccus
@@ -49,6 +50,15 @@ class PolicyTerms(NamedTuple):
     clipped: Bool[Array, "*shape"]
     """True if a bound on the ratio is active: the term is a constant or, in `cispo`, its weight is at a bound. The mean
     is the clip fraction."""
+
+
+PolicyLoss = Callable[[TokenBatch], PolicyTerms]
+"""Computes the policy term and clipping flag of each token."""
+
+
+def unclipped(terms: Float[Array, "*shape"]) -> PolicyTerms:
+    """Return the terms of a loss without bounds."""
+    return PolicyTerms(terms, jnp.zeros(terms.shape, bool))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +122,7 @@ class ReinforceLossConfig(PolicyLossConfig):
 
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:
         """See [`reinforce_terms`][marin_rl.objectives.policy_loss.reinforce_terms]."""
-        return _unclipped(reinforce_terms(tokens.logprobs, tokens.advantages))
+        return unclipped(reinforce_terms(tokens.logprobs, tokens.advantages))
 
 
 def importance_terms(
@@ -143,7 +153,7 @@ class ImportanceLossConfig(PolicyLossConfig):
 
     def per_token(self, tokens: TokenBatch) -> PolicyTerms:
         """See [`importance_terms`][marin_rl.objectives.policy_loss.importance_terms]."""
-        return _unclipped(importance_terms(tokens.logprobs, tokens.policy_logprobs, tokens.advantages))
+        return unclipped(importance_terms(tokens.logprobs, tokens.policy_logprobs, tokens.advantages))
 
 
 def ppo_clip_terms(
@@ -364,10 +374,6 @@ class CispoLossConfig(PolicyLossConfig):
 
 def _exp(log_ratios: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.exp(jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _unclipped(terms: Float[Array, "*shape"]) -> PolicyTerms:
-    return PolicyTerms(terms, jnp.zeros(terms.shape, bool))
 
 
 def _zero_outside_mask(terms: PolicyTerms, tokens: TokenBatch) -> PolicyTerms:

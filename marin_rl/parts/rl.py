@@ -296,7 +296,7 @@ class RunParts(AbstractModelParts):
     def loss(self) -> RlLoss:
         """The configured loss."""
         return RlLoss(
-            policy_loss=self.config.policy_loss,
+            policy_loss=self.config.policy_loss.per_token,
             kl=self.config.kl,
             temperature=self.config.sampling.temperature,
             block_size=self.logprob_block,

@@ -53,7 +53,7 @@ class Limits:
     """Maximum tokens of one sequence, prompt and replies together."""
     max_new_tokens: int
     """Maximum tokens of one reply, including the stop token."""
-    max_turns: int
+    max_turns: int = 1
     """Maximum number of replies in one rollout."""
     max_tokens: int | None = None
     """Maximum tokens of all replies of a rollout together; None: no limit."""

@@ -93,7 +93,7 @@ def run_tasks(
     tasks: Sequence[Task],
     *,
     group_size: int,
-    temperature: float,
+    temperature: float = 1.0,
     seed_parts: tuple[int | str, ...],
 ) -> list[RolloutGroup]:
     """Run `group_size` attempts at each task, all of them concurrently, and check that one was graded.

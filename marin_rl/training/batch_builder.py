@@ -143,7 +143,8 @@ class BatchBuilder:
             if self.config.distillation is not None:
                 advantages, measured = self._distill(self.config.distillation, batch, advantages)
                 metrics |= measured
-            batch = batch.with_advantages(advantages)
+            per_token, value_targets, _ = zip(*advantages, strict=True)
+            batch = batch.with_advantages(per_token, value_targets)
             if logger.isEnabledFor(logging.DEBUG):
                 _log_advantages(graded, scored, advantages, has_critic=self.has_critic)
             metrics |= _advantage_metrics(batch, has_critic=self.has_critic)

@@ -28,10 +28,10 @@ MAX_STANDARD_ERROR = 0.1
 
 def evaluate(
     runner: RolloutRunner,
-    config: EvaluationConfig,
+    config: EvaluationConfig = EvaluationConfig(),
     *,
-    temperature: float,
-    seed: int,
+    temperature: float = 1.0,
+    seed: int = 0,
     split: Split = Split.HELD_OUT,
 ) -> tuple[dict[str, float], list[RolloutGroup]]:
     """Measure accuracy on held-out tasks, per environment; the mean reward if right and wrong are not known.

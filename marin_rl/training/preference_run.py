@@ -23,6 +23,7 @@ from marin_rl.config.supervised_config import DpoConfig
 from marin_rl.data.dataset import Batches, Data, join_pairs
 from marin_rl.data.rows import Example
 from marin_rl.learner.preference_loss import PAIR_MEAN
+from marin_rl.learner.scoring import Scorer
 from marin_rl.objectives.preference import pair_sums, preference_metrics
 from marin_rl.parts.supervised import PreferenceParts
 from marin_rl.runs.checkpoint import Checkpoints
@@ -56,7 +57,7 @@ def measure_pairs(
 ) -> dict[str, float]:
     """Return the loss and the metrics of held-out pairs, means over the pairs."""
     loss, batch = parts.config.loss, join(pairs)
-    logprobs = batch.from_actions("log-probabilities", _score(parts, policy, pairs))
+    logprobs = batch.from_actions("log-probabilities", _score(parts.scorer, policy, pairs, parts.config.batch.size))
     ids = np.repeat(np.arange(len(pairs)), np.diff(batch.token_offsets))
     weights = np.where(batch.loss_mask, PAIR_MEAN.loss_weights(batch.num_loss_tokens)[ids], 0)
 
@@ -94,10 +95,15 @@ def with_reference(
             parts.report(f"{error}; the reference is computed again from the initial weights of the config")
             policy = parts.assemble(parts.first_policy())
     with notice_if_long(parts.report, f"computing the reference's log-probabilities of {len(pairs):,} pairs ..."):
-        logprobs = _score(parts, policy, pairs)
+        logprobs = _score(parts.scorer, policy, pairs, parts.config.batch.size)
     written = io.BytesIO()
     np.savez(written, logprobs=np.concatenate(logprobs), tokens=np.frombuffer(tokens, np.uint8))
     return _with(pairs, logprobs), written.getvalue()
+
+
+def score_reference(scorer: Scorer, reference: LmHeadModel, pairs: Sequence[Example], size: int) -> list[Example]:
+    """Return pairs with the log-probabilities of a reference policy, which scores `size` pairs at once."""
+    return _with(pairs, _score(scorer, reference, pairs, size))
 
 
 def _with(pairs: Sequence[Example], logprobs: Sequence[np.ndarray]) -> list[Example]:
@@ -105,8 +111,8 @@ def _with(pairs: Sequence[Example], logprobs: Sequence[np.ndarray]) -> list[Exam
 
 
 def _score(
-    parts: PreferenceParts, model: LmHeadModel, pairs: Sequence[Example]
+    scorer: Scorer, model: LmHeadModel, pairs: Sequence[Example], size: int
 ) -> list[Float32[np.ndarray, " actions"]]:
     """Compute the log-probabilities (nats) of the tokens with loss of each pair."""
-    scored = score_examples(parts, model, pairs)
+    scored = score_examples(scorer, model, pairs, size)
     return [of_pair for batch, scores in scored for of_pair in batch.actions(scores.logprobs)]

@@ -27,7 +27,7 @@ from marin_rl.data.rows import Example
 from marin_rl.data.token_file import TOKENS, write_tokens
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.learner.scoring import Scores
+from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.parts.supervised import SupervisedParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.training.evaluation import small_sample_warning
@@ -232,13 +232,12 @@ def describe_held_out(metrics: Mapping[str, float]) -> str:
 
 
 def score_examples(
-    parts: SupervisedParts, policy: LmHeadModel, examples: Sequence[Example]
+    scorer: Scorer, policy: LmHeadModel, examples: Sequence[Example], size: int
 ) -> Iterator[tuple[RolloutBatch, Scores]]:
-    """Score examples in batches of as many as a step has, so that one program scores all of them."""
-    size = parts.config.batch.size
+    """Score examples in batches of a size; with that of a step, one program scores all of them."""
     for first in range(0, len(examples), size):
         batch = join_examples(examples[first : first + size])
-        yield batch, parts.scorer.score(policy, batch)
+        yield batch, scorer.score(policy, batch)
 
 
 def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
@@ -249,7 +248,7 @@ def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
     """
     limits, tokenizer = (config.batch.max_length, config.batch.long_sequences), config.tokenizer.build()
     stored, pairs = storage_path(config.run_dir, "run_dir") / TOKENS, config.trains_on_pairs
-    data = read_examples(config.source, config.source_key, *limits, tokenizer, pairs=pairs, stored=stored)
+    data = read_examples(config.source, tokenizer, *limits, key=config.source_key, pairs=pairs, stored=stored)
     steps = Batches(data.train.examples, config.batch.size, config.seed).steps(config.epochs)
     return dataclasses.replace(config, num_steps=config.num_steps or steps), data
 
@@ -257,7 +256,7 @@ def read_data(config: SupervisedConfig) -> tuple[SupervisedConfig, Data]:
 def held_out_loss(parts: SupervisedParts, examples: Sequence[Example], policy: LmHeadModel) -> dict[str, float]:
     """Return the cross-entropy (nats per token) and the share of tokens that are the most likely ones."""
     loss, correct = 0.0, 0
-    for _, scores in score_examples(parts, policy, examples):
+    for _, scores in score_examples(parts.scorer, policy, examples, parts.config.batch.size):
         assert scores.is_most_likely is not None
         loss -= scores.logprobs.sum(dtype=np.float64)
         correct += np.count_nonzero(scores.is_most_likely)

@@ -94,7 +94,8 @@ def token_advantages(rollout: ProcessedRollout, advantage: float | None = None) 
 def batch_of(rollouts: Sequence[ProcessedRollout]) -> RolloutBatch:
     """The tokens of the rollouts, with their advantages."""
     batch = join_batches([batch_rollouts([], max_length=1), *(rollout.to_batch() for rollout in rollouts)])
-    return batch.with_advantages([token_advantages(rollout) for rollout in rollouts])
+    computed = [token_advantages(rollout) for rollout in rollouts]
+    return batch.with_advantages([one.advantages for one in computed], [one.value_targets for one in computed])
 
 
 def pack(
@@ -509,11 +510,21 @@ def test_oversized_rollouts_raise_an_error_that_names_the_rollout() -> None:
 def test_each_action_token_needs_an_advantage() -> None:
     batch = batch_of([ONE_ROW, TWO_ROWS])
     with pytest.raises(ValueError, match="2 rollouts but advantages for 1; pass one array per rollout"):
-        batch.with_advantages([token_advantages(ONE_ROW)])
+        batch.with_advantages([1.0])
     with pytest.raises(ValueError, match=re.escape("rollout one has 3 loss tokens, but its advantages")):
-        batch.with_advantages([TokenAdvantages(np.zeros(5), np.zeros(5)), token_advantages(TWO_ROWS)])
+        batch.with_advantages([np.zeros(5), 1.0])
     with pytest.raises(ValueError, match=re.escape("but its returns have shape (2,)")):
-        batch.with_advantages([token_advantages(ONE_ROW), TokenAdvantages(np.zeros(5), np.zeros(2))])
+        batch.with_advantages([1.0, 1.0], [0.0, np.zeros(2)])
+
+
+def test_an_advantage_of_a_rollout_is_that_of_all_its_action_tokens() -> None:
+    batch = batch_of([ONE_ROW, TWO_ROWS])
+    whole = batch.with_advantages([0.5, -2.0])
+    of_one, of_two = batch.num_loss_tokens
+    per_token = batch.with_advantages([np.full(of_one, 0.5), np.full(of_two, -2.0)])
+    np.testing.assert_array_equal(whole.advantages, per_token.advantages)
+    assert set(whole.advantages[whole.loss_mask]) == {0.5, -2.0}
+    np.testing.assert_array_equal(whole.returns, batch.returns)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 6), (2, 6, 2), (4, 6)])

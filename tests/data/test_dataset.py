@@ -48,7 +48,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> str:
 
 def read(path: str, batch: BatchConfig | None = None, **settings: Any) -> tuple[Encoded, Encoded]:
     batch = batch or BatchConfig()
-    data = read_examples(DataConfig(path, **settings), "data", batch.max_length, batch.long_sequences, CHAT)
+    data = read_examples(DataConfig(path, **settings), CHAT, batch.max_length, batch.long_sequences)
     return data.train, data.held_out
 
 
@@ -94,7 +94,7 @@ def as_folder(rows: list[dict[str, Any]], folder: Path) -> Path:
 
 
 def tokens(path: Path) -> list[list[int]]:
-    data = read_examples(DataConfig(str(path)), "data", 4096, BatchConfig().long_sequences, TOOLS)
+    data = read_examples(DataConfig(str(path)), TOOLS, 4096)
     return [example.input_ids.tolist() for example in data.train.examples]
 
 
@@ -331,7 +331,7 @@ def stored_tokens(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, **settings:
     """Tokenize rows with the file of an earlier start; the tokens, and those of the file if it is used."""
     path, pairs = write(tmp_path / "a.jsonl", rows), settings.pop("pairs", False)
     tokenizer, limit = settings.pop("tokenizer", CHAT), settings.pop("max_length", 1000)
-    arguments = DataConfig(path, **settings), "data", limit, LongSequences.TRUNCATE, tokenizer
+    arguments = DataConfig(path, **settings), tokenizer, limit, LongSequences.TRUNCATE
     with_file = read_examples(*arguments, pairs=pairs, stored=tmp_path / "tokens.arrow")
     return read_examples(*arguments, pairs=pairs), None if with_file.digest else with_file
 

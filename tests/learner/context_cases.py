@@ -43,7 +43,7 @@ def main() -> None:
         pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
         return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
 
-    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=0.9, block_size=8)
+    loss = RlLoss(ReinforceLossConfig().per_token, NoKlConfig(), temperature=0.9, block_size=8)
 
     def gradients(trainer: TrainerConfig, model: PyTree, batch: RlExample) -> PyTree:
         def run(model: PyTree, batch: RlExample) -> PyTree:

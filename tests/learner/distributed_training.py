@@ -124,7 +124,6 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.learner import hf_export
     from marin_rl.learner.hf_export import DeviceWeights, write_weights
     from marin_rl.learner.scoring import Scorer
-    from marin_rl.objectives.advantage_inputs import TokenAdvantages
     from marin_rl.objectives.aggregation import SequenceMeanConfig
     from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
     from marin_rl.training.shared_run import require_same_batch
@@ -177,7 +176,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         raise OSError("pulled the plug")
 
     advantages = [np.linspace(-1, 1, count) for count in rollouts.num_loss_tokens]
-    batch = rollouts.with_advantages([TokenAdvantages(array, 2 * array) for array in advantages])
+    batch = rollouts.with_advantages(advantages, [2 * array for array in advantages])
 
     def pack(own: OwnRows | None) -> PackedBatch:
         return pack_batch(batch, SequenceMeanConfig(), layout, pad_token_id=0, own_rows=own)

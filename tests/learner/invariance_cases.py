@@ -178,7 +178,7 @@ def every_loss(every: EveryObjective, batch: RlExample, *, key=None) -> tuple[ja
     """Return the sum of the losses of all objectives."""
 
     def loss(model: LmHeadModel | ActorCritic, term: NamedArray, kl: NamedArray) -> tuple[jax.Array, jax.Array]:
-        total, metrics = RlLoss(ChosenTerm(term.array), ChosenKl(kl.array), TEMPERATURE, BLOCK_SIZE, CRITIC)(
+        total, metrics = RlLoss(ChosenTerm(term.array).per_token, ChosenKl(kl.array), TEMPERATURE, BLOCK_SIZE, CRITIC)(
             model, batch
         )
         return total, metrics["policy/clipfrac_avg"]._value

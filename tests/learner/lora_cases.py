@@ -16,7 +16,6 @@ from marin_rl.learner.config import LoraConfig
 from marin_rl.learner.loss import RlLoss
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import Frozen, Learner
-from marin_rl.objectives.kl import NoKlConfig
 from marin_rl.objectives.policy_loss import ReinforceLossConfig
 from tests import tiny_learner as tiny
 
@@ -29,7 +28,7 @@ def adapter_learner(trainer: Any, **settings: Any) -> tuple[Learner, PolicySpec]
     """Return a learner of an adapter on tiny_learner's model, and its spec."""
     spec = PolicySpec(tiny.LLAMA, tiny.VOCAB, trainer, lora=LORA)
     base = trainer.mp.cast_to_compute(tiny.make_model(trainer))
-    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), temperature=1.0, block_size=16)
+    loss = RlLoss(ReinforceLossConfig().per_token, block_size=16)
     settings = {"loss": loss, "optimizer": tiny.adam(1e-3), **settings}
     return Learner(trainer, num_updates=10, capacity=4, frozen=Frozen(base), **settings), spec
 

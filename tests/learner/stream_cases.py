@@ -21,7 +21,9 @@ from tests import tiny_learner as tiny
 from tests.learner.invariance_cases import Arrangement, arrange, make_episodes
 
 ON_MESHES = Arrangement(8, packed=True)
-LOSS = RlLoss(ReinforceLossConfig(), ExactKlConfig(0.7, Divergence.JENSEN_SHANNON, 0.3), 0.8, 5, ce_coefficient=0.5)
+LOSS = RlLoss(
+    ReinforceLossConfig().per_token, ExactKlConfig(0.7, Divergence.JENSEN_SHANNON, 0.3), 0.8, 5, ce_coefficient=0.5
+)
 
 
 def make_rollouts(arrangement: Arrangement) -> RolloutBatch:

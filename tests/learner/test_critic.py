@@ -163,7 +163,7 @@ def test_critic_loss_updates_the_policy_only_through_a_shared_trunk(
 ) -> None:
     critic = trained(with_critic(config, model))
     nothing_earned = tiny.replace_arrays(batch, advantages=np.zeros(batch.input_ids.array.shape, np.float32))
-    loss = RlLoss(ReinforceLossConfig(), NoKlConfig(), 1.0, tiny.POSITIONS, config)
+    loss = RlLoss(ReinforceLossConfig().per_token, NoKlConfig(), 1.0, tiny.POSITIONS, config)
     gradient, _ = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))(critic, nothing_earned)
     assert np.any(gradient.value_weight.array)
     assert np.any(gradient.value_bias.array)

@@ -238,7 +238,7 @@ def oracle(
 
 
 def rl_loss(policy: str, kl: str, *, block_size: int = POSITIONS, critic: CriticConfig | None = None) -> RlLoss:
-    return RlLoss(POLICY_LOSSES[policy], KLS[kl], TEMPERATURE, block_size, critic)
+    return RlLoss(POLICY_LOSSES[policy].per_token, KLS[kl], TEMPERATURE, block_size, critic)
 
 
 def differentiate(loss: RlLoss, model: LmHeadModel | ActorCritic, batch: RlExample):

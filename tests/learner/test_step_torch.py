@@ -31,7 +31,7 @@ def test_steps_are_those_of_torch() -> None:
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("a", (7, 3)), ("b", (5,)))}
     learner = Learner(make_trainer(), StepwiseAdamW(), None, num_updates=0)
     first = Weights(**jax.tree.map(jnp.asarray, weights))
-    state = learner.accumulated(learner.initial_state(first, jax.random.PRNGKey(0)))
+    state = learner.start(first)
     parameters = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights.items()}
     optimizer = torch.optim.AdamW(parameters.values())
     for step in range(20):

@@ -127,7 +127,7 @@ def sampled_gradient(advantages: np.ndarray) -> np.ndarray:
     batch = all_sequences(
         loss_weights=np.broadcast_to(probabilities, policy.shape), advantages=advantages, policy_logprobs=policy
     )
-    return gradient_of(RlLoss(ReinforceLossConfig(), NoKlConfig(), TEMPERATURE, 64), batch)
+    return gradient_of(RlLoss(ReinforceLossConfig().per_token, NoKlConfig(), TEMPERATURE, 64), batch)
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def test_gradients_of_separate_calls_are_those_of_an_update(tiny, trainer) -> No
     """Also the loss and its metrics; the sum is zero after the step that applies it."""
     learner = tiny.make_learner(trainer, optimizer=StepwiseAdamW())
     measured, expected, _ = tiny.loss_and_gradient(tiny.make_learner(trainer, optimizer=tiny.SgdConfig()), 4)
-    state, reports, total = learner.accumulated(tiny.fresh_state(learner)), [], 0.0
+    state, reports, total = learner.start(tiny.make_model(trainer)), [], 0.0
     before = tiny.arrays_by_path(state.state.model)
     for rows in tiny.split_rows(tiny.make_example(tiny.MESH_ROWS), 4):
         value, metrics = learner.forward(state.state.model, rows, tiny.make_loss())

@@ -49,7 +49,6 @@ from marin_rl.batching.rollout_batch import RolloutBatch, make_batch
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy
 from marin_rl.learner.train_step import Learner
-from marin_rl.objectives.advantage_inputs import TokenAdvantages
 from marin_rl.parts.rl import RunParts
 from marin_rl.utils.devices.setup import device_peak_bytes, microbatch_rows, platform_of, start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
@@ -203,9 +202,7 @@ def pack(
     default = sections.sizes.rows_per_device(platform_of(trainer), trainer.data_axis_size)
     rows = microbatch_rows(config.trainer, default)
     layout = RunParts(whole, dataclasses.replace(trainer, per_device_parallelism=rows)).layout
-    counts = zip(rollouts.num_loss_tokens, advantages, strict=True)
-    computed = [TokenAdvantages(np.full(count, advantage), np.zeros(count)) for count, advantage in counts]
-    return pack_batch(rollouts.with_advantages(computed), config.aggregation, layout, pad_token_id=0)
+    return pack_batch(rollouts.with_advantages(advantages), config.aggregation, layout, pad_token_id=0)
 
 
 def _join(microbatches: Sequence[RlExample]) -> RlExample:

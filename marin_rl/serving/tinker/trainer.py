@@ -26,7 +26,6 @@ import optax
 from jaxtyping import Int64
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
-from marin_rl.batching.attention_kernel import attention_kernel
 from marin_rl.batching.packing import GroupRow
 from marin_rl.batching.rows import Rows, find_prompts
 from marin_rl.batching.target_example import PackedTargets, TargetExample, pack_targets
@@ -59,7 +58,7 @@ from marin_rl.serving.tinker.records import (
 from marin_rl.serving.tinker.replies import Replies, check_sample
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.config import TokenizerConfig
-from marin_rl.utils.devices.setup import platform_of, start_devices
+from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import max_positions
 
@@ -137,10 +136,9 @@ class JaxTrainer:
         self.max_context = max_context
         """Maximum number of tokens of a datum or of a sample with its prompt."""
         self._base = load_hf_policy(model, tokenizer, trainer, None, trainer.mp.compute_dtype)
-        self._kernel = attention_kernel(self._base.config, platform_of(trainer))
-        platform, architecture = platform_of(trainer), cast(LmConfig, self._base.config)
-        self._rows = Rows(self._kernel, architecture, platform, trainer.data_axis_size)
-        self._block_size = LOGPROB_BLOCK_SIZE[platform]
+        self._rows = Rows.of(cast(LmConfig, self._base.config), trainer)
+        self._kernel = self._rows.kernel
+        self._block_size = LOGPROB_BLOCK_SIZE[self._rows.platform]
         self.vocab_size = self._base.vocab_size
         """Number of tokens of the model."""
         self._spec: ModelSpec | None = None
@@ -266,8 +264,7 @@ class JaxTrainer:
         return self._state
 
     def _new_state(self, trained: Any) -> AccumulatedState:
-        learner = self._learner_of(trained)
-        return learner.accumulated(learner.initial_state(trained, jax.random.PRNGKey(0)))
+        return self._learner_of(trained).start(trained)
 
     def _learner_of(self, trained: Any) -> Learner:
         """Return the learner of whole models, or of adapters of the base."""

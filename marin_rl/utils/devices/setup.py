@@ -116,16 +116,16 @@ def device_peak_bytes() -> int | None:
 
 
 def start_devices(
-    config: TrainerT,
+    config: TrainerConfig | None = None,
     *,
-    rows_per_device: int | Callable[[str, int], int],
+    rows_per_device: int | Callable[[str, int], int] = 1,
     alone: bool = False,
     of_other_machine: bool = False,
-) -> TrainerT:
+) -> TrainerConfig:
     """Apply the trainer's JAX settings, initialize `jax.distributed`, and fill in the rows of a microbatch.
 
     Args:
-        config: the trainer section.
+        config: the trainer section; None for the defaults: all devices, and float32.
         rows_per_device: microbatch rows on each data-parallel device if `per_device_parallelism` is not set; a number,
             or a function of the platform (`cpu`, `gpu` or `tpu`) and the number of data-parallel devices.
         alone: whether this process is separate from the trainer and must not join its distributed runtime.
@@ -138,6 +138,7 @@ def start_devices(
     Raises:
         DeviceError: if the mesh does not fit the devices, or a required accelerator is missing.
     """
+    config = TrainerConfig() if config is None else config
     if alone:
         config = dataclasses.replace(config, distributed=DistributedConfig())
     join_processes(config)
