@@ -16,17 +16,12 @@ import jax
 import jax.numpy as jnp
 from levanter.optim.config import AdamConfig
 
-from marin_rl.batching.rl_example import RlExample, pack_batch
-from marin_rl.batching.rows import row_layout
+from marin_rl import Learner, RlExample, learner_logprobs, load_policy, pack_batch, row_layout, start_devices
 from marin_rl.data.config import DataConfig
 from marin_rl.data.dataset import Batches, join_pairs, read_examples
-from marin_rl.learner.logprobs import learner_logprobs
 from marin_rl.learner.scoring import Scorer
-from marin_rl.learner.starting_weights import load_policy
-from marin_rl.learner.train_step import Learner
 from marin_rl.objectives import SequenceMeanConfig, pair_sums
 from marin_rl.training.preference_run import score_reference
-from marin_rl.utils.devices.setup import start_devices
 
 BETA = 1.0
 PAIRS = DataConfig("experiments/data/sum_pairs.jsonl", held_out=0.1)

@@ -15,20 +15,23 @@ import sys
 
 from levanter.optim.config import AdamConfig
 
-from marin_rl.batching.rl_example import pack_batch
-from marin_rl.batching.rollout_batch import batch_rollouts
-from marin_rl.batching.rows import row_layout
+from marin_rl import (
+    GroupSampler,
+    Learner,
+    Limits,
+    RlLoss,
+    RolloutRunner,
+    SamplingConfig,
+    batch_rollouts,
+    load_policy,
+    pack_batch,
+    row_layout,
+    run_tasks,
+    start_devices,
+)
 from marin_rl.environments import ReasoningGymConfig
-from marin_rl.learner.loss import RlLoss
-from marin_rl.learner.starting_weights import load_policy
-from marin_rl.learner.train_step import Learner
 from marin_rl.objectives import PolicyTerms, SequenceSumConfig, TokenBatch, rloo_advantages, unclipped
-from marin_rl.rollouts.attempt import Limits
-from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
-from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.training.evaluation import evaluate
-from marin_rl.utils.devices.setup import start_devices
 
 SUMS = ReasoningGymConfig(
     task="basic_arithmetic",

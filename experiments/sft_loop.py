@@ -15,15 +15,10 @@ import jax
 from levanter.models.llama import LlamaConfig
 from levanter.optim.config import AdamConfig
 
-from marin_rl.batching.rl_example import RlExample, pack_batch
-from marin_rl.batching.rows import row_layout
+from marin_rl import Learner, RlExample, learner_logprobs, load_policy, pack_batch, row_layout, start_devices
 from marin_rl.data.config import DataConfig
 from marin_rl.data.dataset import Batches, join_examples, read_examples
-from marin_rl.learner.logprobs import learner_logprobs
-from marin_rl.learner.starting_weights import load_policy
-from marin_rl.learner.train_step import Learner
 from marin_rl.objectives import TokenMeanConfig
-from marin_rl.utils.devices.setup import start_devices
 from marin_rl.utils.levanter_line import seq_len
 
 LLAMA = LlamaConfig(**seq_len(16), hidden_dim=128, intermediate_dim=384, num_layers=3, num_heads=4, num_kv_heads=4)

@@ -292,6 +292,8 @@ def made_by(line: str, page: str) -> set[str]:
     if line.startswith("run_dir: "):
         return {line.split()[1]}
     command = TRAINING.search(line)
+    if in_python := re.search(r'run_dir="([^"]+)"', line):
+        return {in_python[1]}
     if command is None or "--dry_run" in command[1] or "[" in command[1]:
         return set()
     words = command[1].split()

@@ -232,6 +232,9 @@ def test_the_public_names_exist_and_type_checkers_see_them() -> None:
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert seen == {name: f"{module}.{name}" for name, module in marin_rl._PUBLIC.items()}
+    page = (ROOT / "docs" / "pages" / "api" / "public.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| \[`(\w+)`\]\[([\w.]+)\]", page, re.MULTILINE)
+    assert dict(shown) == seen
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         marin_rl.Trainer  # noqa: B018
 

@@ -240,7 +240,9 @@ def test_the_lines_of_the_readme_run(
     RLTrainer(
         MODEL, PROBLEMS, ones, run_dir="models/smollm2-135m-instruct", num_steps=0, evaluation={"tasks": 0}
     ).train()
-    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    [lines] = re.findall(
+        r"```python title=\"first.py\"\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     lines = lines.replace("num_steps=50", "num_steps=1")
     capsys.readouterr()
     exec(compile(lines, "README.md", "exec"), {"__name__": "readme"})
