@@ -220,10 +220,10 @@ class RLTrainer(AbstractTrainer):
         with sharing(shared):
             config: Any = decode_layers(config_class_of(self.command), layers)
             with contextlib.suppress(EmptySplitError):
-                holds_out = _holds_out(config.environment, rows)
+                holds_out = _holds_out(config, rows)
             if not holds_out:
                 config = decode_layers(config_class_of(self.command), [layers[0], _FEW, given])
-                _holds_out(config.environment, rows)
+                _holds_out(config, rows)
         AbstractTrainer.__init__(self, config, flatten(settings), rows, shared)
 
     def evaluate(
@@ -334,12 +334,12 @@ def _name_of(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__).strip("<>")
 
 
-def _holds_out(environment: Any, rows: Sequence[Mapping[str, Any]] | None) -> bool:
+def _holds_out(config: Any, rows: Sequence[Mapping[str, Any]] | None) -> bool:
     """Check the tasks of this program; return whether some are held out; `EmptySplitError` if a split has none."""
-    if rows is not None and isinstance(environment, DatasetConfig):
-        tasks = environment.divide([Row(row, f"tasks[{index}]") for index, row in enumerate(rows)], "tasks")
+    if rows is not None and isinstance(config.environment, DatasetConfig):
+        tasks = config.environment.divide([Row(row, f"tasks[{index}]") for index, row in enumerate(rows)], "tasks")
         return bool(tasks[Split.HELD_OUT])
-    return not isinstance(environment, InProcessConfig) or bool(environment.build().tasks(Split.HELD_OUT))
+    return not isinstance(config.environment, InProcessConfig) or bool(config.environment.build().tasks(Split.HELD_OUT))
 
 
 def _rows(data: Any, name: str) -> list[Any] | None:
