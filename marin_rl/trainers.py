@@ -14,6 +14,7 @@ and writes the same run directory: every command works on it, and a run resumes 
 """
 
 import abc
+import contextlib
 import dataclasses
 import json
 import sys
@@ -31,7 +32,7 @@ from marin_rl.environments.row_columns import Row
 from marin_rl.environments.splits import EmptySplitError
 from marin_rl.rewards.in_process import as_reward_function
 from marin_rl.runs.metrics_file import plots_of, read_records
-from marin_rl.runs.run_directory import RunDirectory, check_output, list_steps, write_atomically
+from marin_rl.runs.run_directory import RunDirectory, check_output, list_steps, open_existing, write_atomically
 from marin_rl.sessions.recipes import config_class_of
 from marin_rl.types import Message
 from marin_rl.utils.errors import RunDirectoryError, UserError
@@ -83,7 +84,7 @@ class AbstractTrainer(abc.ABC):
         """
         from marin_rl.sessions.earlier_run import read_config
 
-        config = read_config(RunDirectory(storage_path(str(run_dir), "run_dir")))
+        config = read_config(open_existing(storage_path(str(run_dir), "run_dir")))
         if config.command != cls.command:
             raise UserError(f"{str(run_dir)!r} is a run of marin_rl.{config.command}; open it with the trainer for it")
         trainer = cls.__new__(cls)
@@ -148,7 +149,7 @@ class AbstractTrainer(abc.ABC):
         policy = self._policy
         messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         tokens = policy.tokenizer.prompt_tokens(messages)
-        limit = max_new_tokens or policy.sampling.max_new_tokens
+        limit = policy.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         [reply] = policy.sampler.sample([SampleRequest(tokens, seed, limit, temperature)])
         return policy.tokenizer.decode_reply(reply.token_ids)
 
@@ -207,18 +208,22 @@ class RLTrainer(AbstractTrainer):
             ValueError: if a task is invalid.
         """
         shared: dict[str, Any] = {}
-        environment, rows = _environment(tasks, f"{run_dir}/{ROWS}", shared)
+        environment, rows = _environment(tasks, f"{str(run_dir).rstrip('/')}/{ROWS}", shared)
         if reward is not None:
             components = reward if isinstance(reward, list | tuple) else [reward]
-            environment["rewards"] = [_component(one, shared) for one in components]
+            environment["rewards"] = [*environment.get("rewards", ()), *(_component(one, shared) for one in components)]
             if environment.get("type") in ("jsonl", "hf"):
                 environment["grader"] = {"type": "none"}
         given = _settings(self.command, model, run_dir, settings)
         layers = [{"environment": environment} if environment else {}, given]
+        holds_out = False
         with sharing(shared):
             config: Any = decode_layers(config_class_of(self.command), layers)
-            if not _can_hold_out(config.environment, rows):
+            with contextlib.suppress(EmptySplitError):
+                holds_out = _holds_out(config, rows)
+            if not holds_out:
                 config = decode_layers(config_class_of(self.command), [layers[0], _FEW, given])
+                _holds_out(config, rows)
         AbstractTrainer.__init__(self, config, flatten(settings), rows, shared)
 
     def evaluate(
@@ -239,11 +244,10 @@ class RLTrainer(AbstractTrainer):
         from marin_rl.sessions.evaluate_checkpoint import EvaluateConfig, run_evaluation
 
         environment: Any = getattr(self.config, "environment")  # noqa: B009
-        default = Split.TRAIN if getattr(environment, "held_out", None) == 0.0 else Split.HELD_OUT
+        chosen = split or (Split.TRAIN if getattr(environment, "held_out", None) == 0.0 else Split.HELD_OUT)
         evaluation = EvaluationConfig(tasks=tasks, samples=samples, greedy=greedy, pass_at=tuple({1, samples}))
-        chosen = default if split is None else Split(split)
         with sharing(self._shared):
-            return run_evaluation(EvaluateConfig(self.config.run_dir, evaluation=evaluation, split=chosen))[1]
+            return run_evaluation(EvaluateConfig(self.config.run_dir, evaluation=evaluation, split=Split(chosen)))[1]
 
 
 class SFTTrainer(AbstractTrainer):
@@ -284,7 +288,7 @@ def _open_supervised(
 ) -> None:
     kind = config_class_of(trainer.command)
     rows = _rows(dataset, "dataset")
-    source = {} if dataset is None else {"path": str(dataset) if rows is None else f"{run_dir}/{ROWS}"}
+    source = {} if dataset is None else {"path": str(dataset) if rows is None else f"{str(run_dir).rstrip('/')}/{ROWS}"}
     layers = [{kind.source_key: source} if source else {}, _settings(kind.command, model, run_dir, settings)]
     AbstractTrainer.__init__(trainer, decode_layers(kind, layers), flatten(settings), rows)
 
@@ -315,7 +319,7 @@ def _environment(tasks: Any, rows_path: str, shared: dict[str, Any]) -> tuple[di
 def _component(reward: Any, shared: dict[str, Any]) -> dict[str, Any]:
     """Return the raw section of a reward component; a function of this program is added to `shared`."""
     settings = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
-    if isinstance(settings.get("function"), str):
+    if isinstance(settings.get("function", ""), str):
         return settings
     function = settings.pop("function", None)
     as_reward_function(function)
@@ -330,16 +334,12 @@ def _name_of(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__).strip("<>")
 
 
-def _can_hold_out(environment: Any, rows: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Check the tasks of this program; return whether each of their splits has some."""
-    try:
-        if rows is not None and isinstance(environment, DatasetConfig):
-            environment.divide([Row(row, f"tasks[{index}]") for index, row in enumerate(rows)], "tasks")
-        elif isinstance(environment, InProcessConfig):
-            environment.build()
-    except EmptySplitError:
-        return False
-    return True
+def _holds_out(config: Any, rows: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Check the tasks of this program; return whether some are held out; `EmptySplitError` if a split has none."""
+    if rows is not None and isinstance(config.environment, DatasetConfig):
+        tasks = config.environment.divide([Row(row, f"tasks[{index}]") for index, row in enumerate(rows)], "tasks")
+        return bool(tasks[Split.HELD_OUT])
+    return not isinstance(config.environment, InProcessConfig) or bool(config.environment.build().tasks(Split.HELD_OUT))
 
 
 def _rows(data: Any, name: str) -> list[Any] | None:

@@ -18,6 +18,7 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.dataset import HuggingFaceConfig, JsonlConfig
 from marin_rl.environments.file import FileConfig
+from marin_rl.environments.in_process import InProcessConfig
 from marin_rl.environments.openenv import OpenEnvConfig
 from marin_rl.environments.random_reward import RandomRewardConfig
 from marin_rl.environments.reasoning_gym import ReasoningGymConfig
@@ -39,6 +40,7 @@ __all__ = [
     "Episode",
     "FileConfig",
     "HuggingFaceConfig",
+    "InProcessConfig",
     "JsonlConfig",
     "MixtureConfig",
     "OpenEnvConfig",

@@ -51,9 +51,9 @@ class InProcessConfig(SplitConfig):
             ValueError: if it lacks a method, or a task or split is invalid.
         """
         value = shared_object(self.name)
-        if isinstance(value, AbstractEnvironment):
-            return value
         attempt = value() if isinstance(value, type) else value
+        if isinstance(attempt, AbstractEnvironment):
+            return attempt
         if missing := [name for name in ("tasks", "start", "step") if not hasattr(attempt, name)]:
             raise ValueError(
                 f"the environment {self.name!r} has no {' and no '.join(missing)}; an environment has tasks, "
@@ -83,7 +83,9 @@ class ObjectEnvironment(AbstractSplitEnvironment):
     async def start(self, task: Task, seed: int) -> "ObjectEpisode":
         """Start an attempt with a copy of the object, whose tasks are not copied."""
         self.require_own(task)
-        attempt = copy.deepcopy(self.attempt, {id(self.attempt.tasks): self.attempt.tasks})
+        # Not of the class, where a property may compute them.
+        tasks = getattr(self.attempt, "__dict__", {}).get("tasks")
+        attempt = copy.deepcopy(self.attempt, {id(tasks): tasks})
         await _call(attempt.start, task, seed)
         return ObjectEpisode(self.name, attempt)
 

@@ -74,17 +74,18 @@ class DeviceWeights:
 
         `dtype` is the type of the tensors; None for that of the parameters.
         """
-        model = eqx.filter(model, eqx.is_array)
+        model, adapted = eqx.filter(model, eqx.is_array), has_adapter(model)
 
         def merge(tree: T) -> T:
-            return merge_adapter(trainer.mp.cast_to_param(tree)) if has_adapter(model) else tree
+            return merge_adapter(trainer.mp.cast_to_param(tree)) if adapted else tree
 
-        self.shape = eqx.filter_eval_shape(merge, model)
+        self.shape = shape = eqx.filter_eval_shape(merge, model)
         self.dtype = dtype
         self._trainer = trainer
         self._stacked, self._others = _split(model)
-        self._take = eqx.filter_jit(lambda stacked, index: _convert_layer(self, merge(_take_layer(stacked, index))))
-        self._convert = eqx.filter_jit(lambda others: _convert_rest(self, merge(others)))
+        # JAX keeps these functions, so they do not refer to the weights.
+        self._take = eqx.filter_jit(lambda rows, index: _convert_layer(shape, dtype, merge(_take_layer(rows, index))))
+        self._convert = eqx.filter_jit(lambda others: _convert_rest(shape, dtype, merge(others)))
 
     def layer(self, index: int) -> dict[str, jax.Array]:
         """See `WeightParts`."""
@@ -127,8 +128,8 @@ class SavedWeights:
                 lambda path, leaf: _Saved(arrays[jax.tree_util.keystr(path)], leaf), shape, is_leaf=is_named
             )
         )
-        self._convert_layer = eqx.filter_jit(lambda layer: _convert_layer(self, layer))
-        self._convert_rest = eqx.filter_jit(lambda others: _convert_rest(self, others))
+        self._convert_layer = eqx.filter_jit(lambda layer: _convert_layer(shape, dtype, layer))
+        self._convert_rest = eqx.filter_jit(lambda others: _convert_rest(shape, dtype, others))
 
     def layer(self, index: int) -> dict[str, jax.Array]:
         """See `WeightParts`."""
@@ -191,18 +192,18 @@ def _tensors(model: LmHeadModel, dtype: jnp.dtype | None) -> dict[str, jax.Array
     return to_tensors(model)
 
 
-def _convert_layer(parts: WeightParts, layer: Any) -> dict[str, jax.Array]:
+def _convert_layer(shape: LmHeadModel, dtype: jnp.dtype | None, layer: Any) -> dict[str, jax.Array]:
     """Convert the stacked modules of one layer; the keys are the names after the layer's number."""
-    _, others = _split(parts.shape)
+    _, others = _split(shape)
     # XLA removes what does not reach the result.
-    named = _tensors(_join(layer, _zeros(others), 1), parts.dtype)
+    named = _tensors(_join(layer, _zeros(others), 1), dtype)
     return {suffix: named[f"{prefix}0.{suffix}"] for prefix, suffix in map(_layer_name, named) if prefix}
 
 
-def _convert_rest(parts: WeightParts, others: Any) -> dict[str, jax.Array]:
+def _convert_rest(shape: LmHeadModel, dtype: jnp.dtype | None, others: Any) -> dict[str, jax.Array]:
     """Convert the arrays outside all layers."""
-    stacked, _ = _split(parts.shape)
-    named = _tensors(_join(_zeros(stacked), others, _stack(parts.shape).Block.size), parts.dtype)
+    stacked, _ = _split(shape)
+    named = _tensors(_join(_zeros(stacked), others, _stack(shape).Block.size), dtype)
     return {name: array for name, array in named.items() if not _layer_name(name)[0]}
 
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import marin_rl.rewards.code
+import marin_rl.rewards.in_process
 import marin_rl.rewards.judge  # noqa: F401
 from marin_rl.rewards.component import RewardComponent, RewardComponentConfig, RewardConfigError, RewardScope
 from marin_rl.rewards.sandbox.functions import EvaluateResult, RewardCallError, RewardRequest, StepOutput

@@ -49,6 +49,7 @@ from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explai
 from marin_rl.utils.logs import log_to, module_levels
 from marin_rl.utils.output import escape, go_on_without_output
 from marin_rl.utils.settings.yaml_text import to_yaml
+from marin_rl.utils.signals import stop_signals
 from marin_rl.utils.storage import storage_path, writing
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
@@ -326,7 +327,7 @@ def stop_on_signals(report: Callable[[str], None]) -> Iterator[threading.Event]:
     """
     stop = threading.Event()
     threads: list[threading.Thread] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in stop_signals()}
 
     def restore() -> None:
         for number, handler in previous.items():

@@ -8,6 +8,7 @@ Users' files and modules run in this process without isolation.
 
 import ast
 import contextlib
+import contextvars
 import hashlib
 import importlib
 import importlib.machinery
@@ -219,19 +220,20 @@ def _package_name(folder: Path) -> str:
     return f"marin_rl_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 
-_SHARED: dict[str, Any] = {}
+_SHARED = contextvars.ContextVar[Mapping[str, Any]]("_SHARED", default=types.MappingProxyType({}))
 
 
 @contextlib.contextmanager
 def sharing(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Make objects of this program available to configs, which name them, for the duration of a `with` block."""
-    before = dict(_SHARED)
-    _SHARED.update(objects)
+    """Make objects of this program available to configs, which name them, for the duration of a `with` block.
+
+    Other threads do not see them, unless they run coroutines that this one submits.
+    """
+    token = _SHARED.set({**_SHARED.get(), **objects})
     try:
         yield
     finally:
-        _SHARED.clear()
-        _SHARED.update(before)
+        _SHARED.reset(token)
 
 
 def shared_object(name: str) -> Any:
@@ -240,12 +242,12 @@ def shared_object(name: str) -> Any:
     Raises:
         UserFileError: if there is none, as in another program than the one that started the run.
     """
-    if name not in _SHARED:
+    if name not in (shared := _SHARED.get()):
         raise UserFileError(
             f"{name!r} is an object of the Python program that started the run, which is not here: open the run with "
             "marin_rl.RLTrainer.load in a program that has it, or write it into a file that the config names"
         )
-    return _SHARED[name]
+    return shared[name]
 
 
 _SERVER = ("starlette", "uvicorn", "prometheus_client")

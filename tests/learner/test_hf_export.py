@@ -6,6 +6,7 @@ exports from several processes.
 """
 
 import dataclasses
+import gc
 import weakref
 from pathlib import Path
 
@@ -162,3 +163,13 @@ def test_damaged_files_are_found_before_anything_is_written(tiny, trainer, tmp_p
         with pytest.raises(DamagedCheckpointError, match=f"{file} is missing"):
             SavedWeights(shape, saved)
         (tmp_path / file).write_bytes(content)
+
+
+def test_an_export_keeps_no_weights(trainer, chat, tmp_path: Path) -> None:
+    model = load_hf_policy(write_checkpoint(tmp_path, "gpt2"), chat, trainer, None)
+    arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
+    assert arrays
+    write_weights(DeviceWeights(model, trainer), tmp_path)
+    del model
+    gc.collect()
+    assert not [array for array in arrays if array() is not None]
