@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import haliax as hax
@@ -33,8 +33,6 @@ from marin_rl.learner.placement import has_shape, place, place_batch, placed_sha
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import metric, shard
-
-T = TypeVar("T")
 
 
 class NonFiniteUpdateError(UserError):
@@ -306,7 +304,7 @@ class Learner:
             loss: evaluated in compute precision.
         """
         with self._compiling():
-            return self._forward(model, self._place_rows(rows), loss, self._frozen)
+            return self._forward(model, place(rows, self._mesh, self._compute_mapping), loss, self._frozen)
 
     def forward_backward(
         self, state: AccumulatedState, rows: TokenRows | Sequence[RlExample], loss: Loss
@@ -324,7 +322,7 @@ class Learner:
         """
         with self._compiling():
             if isinstance(rows, TokenRows):
-                inputs = self._place_rows(rows), None
+                inputs = place(rows, self._mesh, self._compute_mapping), None
             else:
                 stacked = stack_microbatches(rows, self._capacity)
                 inputs = place_batch(stacked, self.trainer, None), np.int32(len(rows))
@@ -367,17 +365,12 @@ class Learner:
         Source: Loshchilov & Hutter 2019, arXiv 1711.05101, as in torch's `AdamW`.
         """
         model, rest = state.model, dataclasses.replace(state.state, model=None)
-        settings = None
-        if rate is not None:
-            values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
-            names = ("rate", "beta1", "beta2", "eps", "decay", "clip")
-            settings = dict(zip(names, map(np.float32, values), strict=True))
+        names = ("rate", "beta1", "beta2", "eps", "decay", "clip")
+        values = (rate, *betas, eps, decay, clip if clip > 0 else np.inf)
+        settings = None if rate is None else dict(zip(names, map(np.float32, values), strict=True))
         with self._compiling():
             model, rest, gradient, metrics = self._apply(model, rest, state.gradient, settings)
         return AccumulatedState(dataclasses.replace(rest, model=model), gradient), metrics
-
-    def _place_rows(self, rows: T) -> T:
-        return place(rows, self._mesh, self._compute_mapping)
 
     def _evaluate(self, model: Any, rows: TokenRows, loss: Loss, frozen: list[jax.Array]) -> tuple[jax.Array, Any]:
         with hax.axis_mapping(self._compute_mapping):
