@@ -16,6 +16,7 @@ and writes the same run directory: every command works on it, and a run resumes 
 import abc
 import contextlib
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,9 +31,18 @@ from marin_rl.environments.dataset import DatasetConfig
 from marin_rl.environments.in_process import InProcessConfig
 from marin_rl.environments.row_columns import Row
 from marin_rl.environments.splits import EmptySplitError
+from marin_rl.rewards.component import RewardComponentConfig
 from marin_rl.rewards.in_process import as_reward_function
 from marin_rl.runs.metrics_file import plots_of, read_records
-from marin_rl.runs.run_directory import RunDirectory, check_output, list_steps, open_existing, write_atomically
+from marin_rl.runs.run_directory import (
+    ROWS,
+    RunDirectory,
+    check_output,
+    list_steps,
+    open_existing,
+    own_rows,
+    write_atomically,
+)
 from marin_rl.sessions.recipes import config_class_of
 from marin_rl.types import Message
 from marin_rl.utils.errors import RunDirectoryError, UserError
@@ -46,8 +56,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Self = TypeVar("Self", bound="AbstractTrainer")
-ROWS = "rows.jsonl"
-"""File of a run directory with the rows that a program gave."""
 _FEW = {"environment": {"held_out": 0.0, "validation": 0.0}, "evaluation": {"tasks": 0}}
 """Settings of a run whose tasks are too few to hold some out."""
 
@@ -121,7 +129,9 @@ class AbstractTrainer(abc.ABC):
         if self._shared and list_steps(self.directory.checkpoints):
             print(f"not compared with the earlier start, because they are of this program: {', '.join(self._shared)}")
         with sharing(self._shared):
-            complete = run_session(self.config, sys.stdout, accept_changes=accept_changes, named=self._named)
+            complete = run_session(
+                self.config, sys.stdout or io.StringIO(), accept_changes=accept_changes, named=self._named
+            )
         if not complete:
             raise KeyboardInterrupt(f"the run in {self.config.run_dir!r} is saved; train() resumes it")
 
@@ -208,12 +218,14 @@ class RLTrainer(AbstractTrainer):
             ValueError: if a task is invalid.
         """
         shared: dict[str, Any] = {}
-        environment, rows = _environment(tasks, f"{str(run_dir).rstrip('/')}/{ROWS}", shared)
+        environment, rows = _environment(tasks, own_rows(run_dir), shared)
         if reward is not None:
             components = reward if isinstance(reward, list | tuple) else [reward]
+            if "rewards" in encode(settings.get("environment") or {}):
+                raise ConfigError("reward and environment.rewards are both given; give all of them in reward")
             environment["rewards"] = [*environment.get("rewards", ()), *(_component(one, shared) for one in components)]
             if environment.get("type") in ("jsonl", "hf"):
-                environment["grader"] = {"type": "none"}
+                environment.setdefault("grader", {"type": "none"})
         given = _settings(self.command, model, run_dir, settings)
         layers = [{"environment": environment} if environment else {}, given]
         holds_out = False
@@ -244,10 +256,10 @@ class RLTrainer(AbstractTrainer):
         from marin_rl.sessions.evaluate_checkpoint import EvaluateConfig, run_evaluation
 
         environment: Any = getattr(self.config, "environment")  # noqa: B009
-        chosen = split or (Split.TRAIN if getattr(environment, "held_out", None) == 0.0 else Split.HELD_OUT)
+        chosen: Any = split or (Split.TRAIN if getattr(environment, "held_out", None) == 0.0 else Split.HELD_OUT)
         evaluation = EvaluationConfig(tasks=tasks, samples=samples, greedy=greedy, pass_at=tuple({1, samples}))
         with sharing(self._shared):
-            return run_evaluation(EvaluateConfig(self.config.run_dir, evaluation=evaluation, split=Split(chosen)))[1]
+            return run_evaluation(EvaluateConfig(self.config.run_dir, evaluation=evaluation, split=chosen))[1]
 
 
 class SFTTrainer(AbstractTrainer):
@@ -288,8 +300,10 @@ def _open_supervised(
 ) -> None:
     kind = config_class_of(trainer.command)
     rows = _rows(dataset, "dataset")
-    source = {} if dataset is None else {"path": str(dataset) if rows is None else f"{str(run_dir).rstrip('/')}/{ROWS}"}
-    layers = [{kind.source_key: source} if source else {}, _settings(kind.command, model, run_dir, settings)]
+    source = dataset or {}
+    if rows is not None or isinstance(dataset, str | Path):
+        source = {"path": str(dataset) if rows is None else own_rows(run_dir)}
+    layers = [{kind.source_key: encode(source)} if source else {}, _settings(kind.command, model, run_dir, settings)]
     AbstractTrainer.__init__(trainer, decode_layers(kind, layers), flatten(settings), rows)
 
 
@@ -304,13 +318,13 @@ def _settings(command: str, model: Any, run_dir: str | Path, settings: Mapping[s
 
 def _environment(tasks: Any, rows_path: str, shared: dict[str, Any]) -> tuple[dict[str, Any], list[Any] | None]:
     """Return the raw section of an environment, and the rows if tasks are rows; an object is added to `shared`."""
+    if (rows := _rows(tasks, "tasks")) is not None:
+        return {"type": "jsonl", "path": rows_path, "name": "tasks", "validation": 0.0}, rows
     if tasks is None or isinstance(tasks, Mapping | EnvironmentConfig):
         return encode(tasks, EnvironmentConfig) or {}, None
     if isinstance(tasks, str | Path):
         kind = "jsonl" if str(tasks).endswith((".jsonl", ".jsonl.gz")) else "hf"
         return {"type": kind, "path": str(tasks)}, None
-    if (rows := _rows(tasks, "tasks")) is not None:
-        return {"type": "jsonl", "path": rows_path, "name": "tasks", "validation": 0.0}, rows
     name = _name_of(tasks if isinstance(tasks, type) else type(tasks))
     shared[name] = tasks
     return {"type": "in_process", "name": name}, None
@@ -318,6 +332,8 @@ def _environment(tasks: Any, rows_path: str, shared: dict[str, Any]) -> tuple[di
 
 def _component(reward: Any, shared: dict[str, Any]) -> dict[str, Any]:
     """Return the raw section of a reward component; a function of this program is added to `shared`."""
+    if isinstance(reward, RewardComponentConfig):
+        return encode(reward, RewardComponentConfig)
     settings = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
     if isinstance(settings.get("function", ""), str):
         return settings
@@ -348,6 +364,11 @@ def _rows(data: Any, name: str) -> list[Any] | None:
     Raises:
         ConfigError: if a row is not a dictionary of JSON values.
     """
+    kind = type(data).__name__
+    if kind in ("DatasetDict", "IterableDataset", "IterableDatasetDict", "generator"):
+        raise ConfigError(f"{name} is a {kind}; give a datasets.Dataset, such as one split, or a list of dictionaries")
+    if kind == "DataFrame":
+        data = data.to_dict("records")
     to_list: Callable[[], list[Any]] | None = getattr(data, "to_list", None)
     if to_list is None and not isinstance(data, list | tuple):
         return None
@@ -356,7 +377,7 @@ def _rows(data: Any, name: str) -> list[Any] | None:
         if not isinstance(row, dict):
             raise ConfigError(f"{name}[{index}] is {row!r:.200}; it must be a dictionary, a row of data")
         try:
-            json.dumps(row, allow_nan=False)
+            json.dumps(row, allow_nan=False, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{name}[{index}] is {row!r:.200}; it must have JSON values: {error}") from error
     return rows

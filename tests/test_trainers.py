@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import pytest
 import yaml
 from levanter.optim.config import AdamConfig
@@ -24,7 +26,8 @@ from marin_rl.config.sections import RolloutConfig
 from marin_rl.config.supervised_config import DpoConfig, SftConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments import ArithmeticConfig
-from marin_rl.rewards.component import RewardConfigError
+from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
+from marin_rl.rewards.grading import ExactConfig
 from marin_rl.runs.run_directory import OutputExistsError
 from marin_rl.utils.errors import RunDirectoryError, UserError
 from tests.tiny_run import PROBLEMS, TINY, TinyRun, make_run, outcome
@@ -157,6 +160,43 @@ def test_other_rows_are_not_trained_on_unless_they_are_accepted(tmp_path: Path) 
         other.train(accept_changes=True)
     assert [record["step"] for record in other.metrics] == [0, 1, 2, 3, 4]
     assert threading.active_count() == before
+
+
+@pytest.mark.medium
+def test_a_moved_run_has_its_rows(trained: RLTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(trained.config.run_dir, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    moved = RLTrainer.load("moved", ones=ones)
+    assert moved.evaluate(tasks=8) == trained.evaluate(tasks=8)
+    for folder in (tmp_path / "moved", "./moved/"):
+        longer = trainer_of(folder, num_steps=5)  # type: ignore[arg-type]
+        longer.train()
+        assert longer.metrics[-1]["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tasks": datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS)})}, "is a DatasetDict"),
+        ({"tasks": (problem for problem in PROBLEMS)}, "is a generator"),
+        ({"tasks": [{"prompt": "\ud800"}]}, r"tasks\[0\]"),
+        ({"environment": {"rewards": []}}, "both given"),
+    ],
+)
+def test_ambiguous_and_unreadable_tasks_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {"model": MODEL, "tasks": PROBLEMS, "reward": ones, **arguments}
+    with pytest.raises(ValueError, match=message):
+        RLTrainer(**given, run_dir=tmp_path)
+
+
+def test_given_graders_stay_and_configs_of_rewards_are_taken(tmp_path: Path) -> None:
+    tasks = {"type": "jsonl", "path": "own.jsonl", "grader": {"type": "exact"}}
+    for reward in (ones, FunctionRewardConfig(path="r.py", function="f")):
+        config: Any = RLTrainer(MODEL, tasks, reward, run_dir=tmp_path).config
+        assert isinstance(config.environment.grader, ExactConfig)
+        assert len(config.environment.rewards) == 1
+    frame = pandas.DataFrame(PROBLEMS)
+    assert RLTrainer(MODEL, frame, ones, run_dir=tmp_path)._rows == PROBLEMS
 
 
 def test_few_tasks_are_all_trained_on(tmp_path: Path) -> None:

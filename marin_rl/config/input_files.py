@@ -16,6 +16,7 @@ from pathlib import Path
 
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
+from marin_rl.runs.run_directory import ROWS, own_rows
 from marin_rl.tokenization.config import BYTES, PLAIN
 from marin_rl.utils.errors import explain, nearest_file
 from marin_rl.utils.hub import HubError, check_source
@@ -74,7 +75,9 @@ def digest_inputs(config: AbstractRunConfig, sections: Sequence[str] = ()) -> di
             real = file.resolve()
             if real not in known:
                 known[real] = digest_of(file).sha256
-            found.setdefault(section, {})[_shown(file, text)] = known[real]
+            # The rows of a run move with its directory.
+            shown = ROWS if text == own_rows(config.run_dir) else _shown(file, text)
+            found.setdefault(section, {})[shown] = known[real]
     return found
 
 

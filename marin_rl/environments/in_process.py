@@ -59,9 +59,30 @@ class InProcessConfig(SplitConfig):
                 f"the environment {self.name!r} has no {' and no '.join(missing)}; an environment has tasks, "
                 "start(task, seed) and step(reply)"
             )
+        _check_attempt(attempt, self.name)
         rows = attempt.tasks() if callable(attempt.tasks) else attempt.tasks
         problems = [_problem(row, index, self.name) for index, row in enumerate(rows)]
         return ObjectEnvironment(self.name, self.divide(without_duplicates(problems, self.name), self.name), attempt)
+
+
+def _check_attempt(attempt: Any, name: str) -> None:
+    try:
+        _copy(attempt)
+    except Exception as error:
+        raise ValueError(
+            f"the environment {name!r} cannot be copied for an attempt: {error}; make what cannot be copied in start, "
+            "or define __deepcopy__"
+        ) from error
+    try:
+        inspect.signature(attempt.start).bind("task", 0)
+    except TypeError as error:
+        raise ValueError(f"start of {name!r} cannot be called with a task and a seed: {error}") from error
+
+
+def _copy(attempt: Any) -> Any:
+    """Copy an object without its tasks; those of its class, which a property may compute, are no part of it."""
+    tasks = getattr(attempt, "__dict__", {}).get("tasks")
+    return copy.deepcopy(attempt, {id(tasks): tasks})
 
 
 def _problem(row: Any, index: int, environment: str) -> Problem:
@@ -83,9 +104,7 @@ class ObjectEnvironment(AbstractSplitEnvironment):
     async def start(self, task: Task, seed: int) -> "ObjectEpisode":
         """Start an attempt with a copy of the object, whose tasks are not copied."""
         self.require_own(task)
-        # Not of the class, where a property may compute them.
-        tasks = getattr(self.attempt, "__dict__", {}).get("tasks")
-        attempt = copy.deepcopy(self.attempt, {id(tasks): tasks})
+        attempt = _copy(self.attempt)
         await _call(attempt.start, task, seed)
         return ObjectEpisode(self.name, attempt)
 

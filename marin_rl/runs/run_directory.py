@@ -41,10 +41,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 """File of an adapter in the format of PEFT."""
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last."""
+ROWS = "rows.jsonl"
+"""File with the rows that a Python program gave."""
 OWN_NAMES = frozenset(
     [
         *("config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "hf", "log.txt", "curves.png", "profile"),
-        *("tokens.arrow", "processes", "workers", "job.json", "rows.jsonl", ".lock"),
+        *("tokens.arrow", "processes", "workers", "job.json", ROWS, ".lock"),
     ]
 )
 """Names in a run directory that runs write."""
@@ -122,6 +124,11 @@ class RunDirectory:
     def has_results(self) -> bool:
         """Return whether a start of the run has written records or a checkpoint."""
         return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+
+
+def own_rows(run_dir: str | Path) -> str:
+    """Return the path of the rows in a run directory, as a config has it."""
+    return str(storage_path(str(run_dir), "run_dir") / ROWS)
 
 
 def create_or_open(path: StoragePath, config_yaml: str, *, stores_rollouts: bool = True) -> RunDirectory:

@@ -67,7 +67,12 @@ LOG_WIDTH = 100
 
 def is_live(stream: TextIO, environment: Mapping[str, str]) -> bool:
     """Return whether lines can be redrawn: on a terminal that is not dumb, and not in a CI job."""
-    return stream.isatty() and environment.get("TERM") != "dumb" and not environment.get("CI")
+    try:
+        is_terminal = stream.isatty()
+    except (AttributeError, ValueError):
+        # A stream of a program, or a closed one.
+        return False
+    return is_terminal and environment.get("TERM") != "dumb" and not environment.get("CI")
 
 
 def notebook_output(stream: TextIO) -> Any:

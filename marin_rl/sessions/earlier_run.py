@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from marin_rl.config.input_files import Inputs
 from marin_rl.config.run_config import AbstractRunConfig
@@ -23,6 +23,7 @@ from marin_rl.runs.run_directory import (
     EXPORTED_STEP,
     RunDirectory,
     open_with_checkpoint,
+    own_rows,
     read_config_text,
 )
 from marin_rl.runs.saved_checkpoint import Checkpoint
@@ -50,7 +51,7 @@ def read_config(directory: RunDirectory) -> AbstractRunConfig:
     """
     text, name = read_config_text(directory), str(directory.config)
     try:
-        return from_yaml(config_class(parse_yaml(text, name)), text, name)
+        return _with_own_rows(from_yaml(config_class(parse_yaml(text, name)), text, name), directory)
     except ConfigError as error:
         if not any("unknown key" in problem or "is not one of its types" in problem for problem in error.problems):
             raise
@@ -59,6 +60,15 @@ def read_config(directory: RunDirectory) -> AbstractRunConfig:
             "which checkpoints/*/run_files.json names, or start another run with --run_dir NEW"
         )
         raise ConfigError(*error.problems, remedy) from error
+
+
+def _with_own_rows(config: AbstractRunConfig, directory: RunDirectory) -> AbstractRunConfig:
+    """Name the rows in the run directory where it is now: it may have been moved."""
+    source: Any = getattr(config, config.source_key)
+    if getattr(source, "path", None) != own_rows(config.run_dir):
+        return config
+    moved = dataclasses.replace(source, path=own_rows(str(directory.path)))
+    return dataclasses.replace(config, **{config.source_key: moved})
 
 
 def require_rl(config: AbstractRunConfig, run: str, purpose: str) -> TrainConfig:

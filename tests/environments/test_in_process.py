@@ -136,6 +136,20 @@ def test_invalid_tasks_are_named(tasks: Any, error: str) -> None:
         build(own, held_out=0.0, validation=0.0)
 
 
+def test_objects_that_no_attempt_can_use_are_refused() -> None:
+    own = Guess()
+    own.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="cannot be copied"):
+        build(own)
+
+    class Own(Guess):
+        def start(self, task: Task) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(ValueError, match="start of 'guess'"):
+        build(Own())
+
+
 def test_too_few_tasks_and_missing_methods_are_errors() -> None:
     own = Guess()
     own.tasks = TASKS[:1]  # type: ignore[misc]

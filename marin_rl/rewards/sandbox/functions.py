@@ -341,7 +341,7 @@ def _problem(function: Callable[..., Any], mode: str, stateless: bool) -> str | 
             "process, so remove it"
         )
     if inspect.iscoroutinefunction(function):
-        return "is async; use a plain def, because calls run in separate processes"
+        return "is async; use a plain def"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         return "is a generator function, because it contains `yield`; return the result instead"
     signature = inspect.signature(function)
