@@ -32,6 +32,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "EvaluateConfig": {"run": "run"},
     "ExactKlConfig": {"beta": 0.1},
     "FormatConfig": {"regex": "x"},
+    "InProcessConfig": {"name": "guess"},
     "InProcessRewardConfig": {"name": "score"},
     "FunctionRewardConfig": {"path": "rewards.py", "function": "score"},
     "HuggingFaceConfig": {"path": "openai/gsm8k"},

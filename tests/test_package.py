@@ -120,7 +120,7 @@ def imports_line(node: ast.AST) -> bool:
 
 @pytest.mark.medium
 def test_no_module_imports_a_command() -> None:
-    commands = {f"marin_rl.{path.stem}" for path in PACKAGE.glob("[!_]*.py")} - {"marin_rl.types"}
+    commands = {f"marin_rl.{path.stem}" for path in PACKAGE.glob("[!_]*.py")} - {"marin_rl.types", "marin_rl.trainers"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
