@@ -54,7 +54,8 @@ RANGES = {
     """,
     "at least 0 and below 1": """
         ArithmeticConfig.held_out ArithmeticConfig.validation DataConfig.held_out GspoLossConfig.clip_low
-        HuggingFaceConfig.validation InProcessConfig.held_out InProcessConfig.validation JsonlConfig.validation OpenEnvConfig.held_out OpenEnvConfig.validation
+        HuggingFaceConfig.validation InProcessConfig.held_out InProcessConfig.validation JsonlConfig.validation
+        OpenEnvConfig.held_out OpenEnvConfig.validation
         PolicyReferenceConfig.decay PpoClipLossConfig.clip_low ReasoningGymConfig.held_out ReasoningGymConfig.validation
         RlooSequenceLossConfig.clip_low TextArenaConfig.held_out TextArenaConfig.validation TextGameConfig.detours
         TextGameConfig.held_out TextGameConfig.validation TextWorldConfig.detours TextWorldConfig.held_out
