@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -14,15 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from iris.client.client import IrisClient, Job
 from iris.cluster.config import load_config
 from iris.cluster.local_cluster import LocalCluster
 from iris.cluster.types import JobName
 
+from marin_rl.pods import iris_jobs
 from marin_rl.pods.config import LaunchConfig
 from marin_rl.pods.iris_jobs import job_name, local_cluster, run_launch, submit
 from tests.cpu_host import cpu_host
+from tests.pods import held_task
+from tests.pods.held_task import hold_file
+from tests.tiny_run import TinyRun
 
 TIMEOUT = 400.0
 """Timeout in seconds, for a busy machine."""
@@ -67,11 +73,27 @@ class TestCluster:
         return self.client.job(JobName.from_string(str(name)))
 
     def preempt_slice_of(self, job: Job) -> None:
-        """End all hosts of the slice on which a job runs, as Google does."""
+        """End all hosts of the slice on which a job runs, as Google does.
+
+        First their servers, because a host that outlives another would report that its process has failed.
+        """
         platform = self._cluster._autoscaler._platform
         slices = getattr(platform, "_gcp", None) or platform._gcp_service
-        worker = job.tasks()[0].status().worker_id
-        next(found for name, found in slices._local_slices.items() if name in worker).terminate()
+        worker, tasks = job.tasks()[0].status().worker_id, f"/{job.job_id.name}/"
+        preempted = next(found for name, found in slices._local_slices.items() if name in worker)
+        for host in preempted._workers:
+            host._server.should_exit = True
+        until(lambda: not any(is_served(address) for address in preempted._addresses))
+        left = set(processes(tasks))
+        preempted.terminate()
+        until(lambda: not left.intersection(processes(tasks)))
+
+
+def is_served(address: str) -> bool:
+    """Whether a server accepts connections at an address of this machine, HOST:PORT."""
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) == 0
 
 
 def processes(task: str) -> list[int]:
@@ -113,6 +135,28 @@ def meanwhile(holds: Callable[[], object], action: Callable[[], object]) -> Iter
     thread.join(TIMEOUT)
     assert not thread.is_alive()
     assert not failed, failed
+
+
+@contextlib.contextmanager
+def at_step(run: TinyRun, step: int, action: Callable[[], object]) -> Iterator[None]:
+    """Do something to the run of a job in another thread, before the job can record a step, and let it go on."""
+    hold = hold_file(run.path, step)
+    hold.touch()
+
+    def act() -> None:
+        try:
+            action()
+        finally:
+            hold.unlink()
+
+    with pytest.MonkeyPatch.context() as patch, meanwhile(lambda: steps_recorded(run, step - 1), act):
+        patch.setattr(iris_jobs, "TASK", held_task.__name__)
+        yield
+
+
+def steps_recorded(run: TinyRun, count: int) -> bool:
+    """Whether a run has recorded this number of steps after its start."""
+    return (run.path / "metrics.jsonl").exists() and len(run.records()) > count
 
 
 def end_process(task: str, number: signal.Signals) -> None:

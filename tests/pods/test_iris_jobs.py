@@ -18,7 +18,7 @@ from tests.training_hosts import hosts, started
 if sys.version_info < (3, 12):
     pytest.skip("Iris needs Python 3.12", allow_module_level=True)
 
-from tests.pods.iris_cluster import TestCluster, end_process, meanwhile, processes, until
+from tests.pods.iris_cluster import TestCluster, at_step, end_process, meanwhile, processes, steps_recorded, until
 
 # Iris leaves pipes to processes that have ended to garbage collection.
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -41,10 +41,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
 def make(folder: Path, **changes: object) -> TinyRun:
     folder.mkdir()
     return make_run(folder, **{"checkpoint__every": 1, "evaluation__tasks": 0, **changes})
-
-
-def steps_recorded(run: TinyRun, count: int) -> bool:
-    return (run.path / "metrics.jsonl").exists() and len(run.records()) > count
 
 
 def with_processes(run: TinyRun, count: int, devices: int) -> TinyRun:
@@ -84,8 +80,8 @@ def test_a_stopped_or_killed_process_is_started_again_and_resumes(cluster: TestC
         return lambda: end_process(cluster.job(command).job_id.name, number)
 
     with (
-        meanwhile(lambda: steps_recorded(ended, 1), end(signal.SIGTERM)),
-        meanwhile(lambda: steps_recorded(ended, 3), end(signal.SIGKILL)),
+        at_step(ended, 2, end(signal.SIGTERM)),
+        at_step(ended, 4, end(signal.SIGKILL)),
     ):
         status, lines = cluster.launch(command)
     assert status == 0, lines
@@ -98,7 +94,7 @@ def test_a_gang_on_a_preempted_slice_trains_like_local_processes(cluster: TestCl
     expected = with_processes(make(tmp_path / "local"), 2, devices=2)
     gang = make(tmp_path / "gang")
     command = ["train", *gang.argv]
-    with meanwhile(lambda: steps_recorded(gang, 2), lambda: cluster.preempt_slice_of(cluster.job(command))):
+    with at_step(gang, 3, lambda: cluster.preempt_slice_of(cluster.job(command))):
         status, lines = cluster.launch(command, devices=2, slice="v5p-16")
     assert status == 0, lines
     assert cluster.job(command).status().preemption_count > 0
