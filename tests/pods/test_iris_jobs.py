@@ -21,7 +21,7 @@ if sys.version_info < (3, 12):
 from tests.pods.iris_cluster import TestCluster, at_step, end_process, meanwhile, processes, steps_recorded, until
 
 # Iris leaves pipes to processes that have ended to garbage collection.
-pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.both_lines, pytest.mark.medium, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 ROOT = Path(__file__).parents[2]
 
