@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -69,17 +70,22 @@ def fast_tests() -> Checks:
     return [("fast tests", [sys.executable, *PYTEST, "-m", "not slow and not medium"])]
 
 
-def all_tests(site: str) -> Checks:
-    """Return docs and tests on this Python, in one run, whose tests share programs; `site` is a folder for the docs."""
-    python = sys.executable
-    return [
-        ("docs", [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]),
-        ("tests", [python, *PYTEST, "--durations", "40"]),
-    ]
+def all_tests() -> Checks:
+    """Return all tests on this Python, in one run, so that the tests of a file share programs."""
+    return [("tests", [sys.executable, *PYTEST, "--durations", "40"])]
+
+
+def docs(site: str) -> Checks:
+    """Return the build of the docs into a folder."""
+    command = ["-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]
+    return [("docs", [sys.executable, *command])]
 
 
 def checks_of_other_line() -> Checks:
-    """Return the commands that make an environment of `OTHER_PYTHON` and test in it; none without such a Python."""
+    """Return the commands that make an environment of `OTHER_PYTHON` and, as the last one, test in it.
+
+    There are none without such a Python.
+    """
     folder = ROOT / f".venv-{OTHER_PYTHON}"
     python = str(folder / "bin" / "python")
     found = next(find_pythons(OTHER_PYTHON), None)
@@ -129,6 +135,14 @@ def run(checks: Checks) -> int:
     return 0
 
 
+def run_all(other_line: Checks) -> int:
+    """Run all checks; the environment of the other line is installed beside those that run no tests."""
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as site:
+        installation = pool.submit(run, other_line[:-1])
+        status = run([*static_checks(), *docs(site)]) or installation.result()
+    return status or run([*all_tests(), *other_line[-1:]])
+
+
 def main() -> int:
     """Run the checks.
 
@@ -140,20 +154,16 @@ def main() -> int:
     parts.add_argument("--all", action="store_true", help="also docs, all other tests and the other line of levanter")
     parts.add_argument("--other_line", action="store_true", help=f"only test on Python {OTHER_PYTHON}")
     options = parser.parse_args()
-    if not options.other_line:
-        with tempfile.TemporaryDirectory() as site:
-            tests = all_tests(site) if options.all else fast_tests()
-            if (status := run([*static_checks(), *tests])) or not options.all:
-                return status
-    checks = checks_of_other_line()
-    if not checks:
-        line = "=" * 100
-        print(
-            f"{line}\nSKIPPED: no usable Python {OTHER_PYTHON} on PATH or in pyenv, so NOTHING WAS TESTED ON THE OTHER"
-        )
-        print(f"LINE OF LEVANTER. Install Python {OTHER_PYTHON}, and run: python -m tests.check --other_line\n{line}")
-        return int(options.other_line)
-    return run(checks)
+    if not (options.all or options.other_line):
+        return run([*static_checks(), *fast_tests()])
+    other_line = checks_of_other_line()
+    status = run_all(other_line) if options.all else run(other_line)
+    if other_line or status:
+        return status
+    line = "=" * 100
+    print(f"{line}\nSKIPPED: no usable Python {OTHER_PYTHON} on PATH or in pyenv, so NOTHING WAS TESTED ON THE OTHER")
+    print(f"LINE OF LEVANTER. Install Python {OTHER_PYTHON}, and run: python -m tests.check --other_line\n{line}")
+    return int(options.other_line)
 
 
 if __name__ == "__main__":
