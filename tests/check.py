@@ -4,9 +4,9 @@
 """Run the checks: `python -m tests.check` in minutes, `python -m tests.check --all` whole. Stops at the first failure.
 
 The version of Python decides which of levanter's two lines is installed (docs/pages/getting_started.md). Without
-options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds the rest: docs,
-the other tests, and tests that depend on levanter on its other line, in an environment that is made in the checkout and
-kept for the next time. `--rest` runs only the rest, `--other_line` only the other line.
+options: format, lint, types, layers, and the tests that are not marked `medium` or `slow`. `--all` adds docs, all other
+tests, and tests that depend on levanter on its other line, in an environment that is made in the checkout and kept for
+the next time. `--rest` runs what `--all` adds, `--other_line` only the other line.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,8 @@ PYTEST = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope
 OTHER_PYTHON = "3.12" if sys.version_info < (3, 12) else "3.11"
 """A Python that levanter's other line is installed on."""
 OTHER_TESTS = (
+    # The longest file begins first.
+    "tests/pods/test_iris_jobs.py",
     "tests/models",
     "tests/learner",
     "tests/sampling",
@@ -35,67 +38,59 @@ OTHER_TESTS = (
     "tests/config",
     "tests/pods/test_launch.py",
     "tests/pods/test_preflight.py",
+    "tests/pods/test_task.py",
     "tests/runs/test_array_files.py",
     "tests/runs/test_checkpoint.py",
+    "tests/serving/tinker/test_trainer.py",
+    "tests/training/test_loop.py",
     "tests/utils/devices",
     "tests/utils/settings",
-    "tests/utils/test_levanter_line.py",
-    "tests/training/test_loop.py",
-)
-"""The tests that run on both lines: what calls levanter, haliax, jax, transformers or Iris directly, and short runs."""
-OTHER_MEDIUM_TESTS = (
-    "tests/models",
-    "tests/learner/test_hf_export.py",
-    "tests/learner/test_lora_update.py",
-    "tests/learner/test_policy_model.py",
-    "tests/learner/test_scoring.py",
-    "tests/learner/test_train_step.py",
-    "tests/pods/test_iris_jobs.py",
-    "tests/pods/test_launch.py",
-    "tests/pods/test_preflight.py",
-    "tests/pods/test_task.py",
-    "tests/runs/test_checkpoint.py",
-    "tests/sampling/test_cached_model.py",
-    "tests/training/test_loop.py",
     "tests/utils/test_iris_hosts.py",
-    *(
-        f"tests/serving/tinker/test_trainer.py::test_{name}"
-        for name in (
-            "gradient_of_chunks_is_that_of_one_call",
-            "samplers_stay_as_they_were",
-            "settings_and_lengths_compile_few_programs",
-            "state_survives_a_folder",
-        )
-    ),
+    "tests/utils/test_levanter_line.py",
 )
-"""Those marked `medium`: conversion, updates, scores, export, adapters, sampling, checkpoints, servers, launches."""
+"""Files and folders of the tests that run on both lines: what calls levanter, haliax, jax, transformers or Iris
+directly, and short runs. Of those marked `medium`, only those marked `both_lines` too."""
 
 Checks = list[tuple[str, list[str]]]
 """The name and command of each check."""
 
 
-def fast_checks() -> Checks:
-    """Return the checks without options, fastest first."""
+def static_checks() -> Checks:
+    """Return the checks that run no code of the package, fastest first."""
     return [
         ("format", [str(BIN / "ruff"), "format", "--check", "."]),
         ("lint", [str(BIN / "ruff"), "check", "."]),
         ("types", [str(BIN / "pyrefly"), "check"]),
         ("layers", [str(BIN / "lint-imports")]),
-        ("fast tests", [sys.executable, *PYTEST, "-m", "not slow and not medium"]),
     ]
 
 
-def other_checks(site: str) -> Checks:
-    """Return the rest of the checks on this Python; `site` is a folder for the built docs."""
-    python = sys.executable
-    return [
-        ("docs", [python, "-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]),
-        ("other tests", [python, *PYTEST, "--durations", "40", "-m", "slow or medium"]),
-    ]
+def fast_tests() -> Checks:
+    """Return the tests without options."""
+    return [("fast tests", [sys.executable, *PYTEST, "-m", "not slow and not medium"])]
+
+
+def all_tests() -> Checks:
+    """Return all tests on this Python, in one run, so that the tests of a file share programs."""
+    return [("tests", [sys.executable, *PYTEST, "--durations", "40"])]
+
+
+def other_tests() -> Checks:
+    """Return the tests that are not fast."""
+    return [("other tests", [sys.executable, *PYTEST, "--durations", "40", "-m", "slow or medium"])]
+
+
+def docs(site: str) -> Checks:
+    """Return the build of the docs into a folder."""
+    command = ["-m", "mkdocs", "build", "--strict", "-q", "-f", "docs/mkdocs.yml", "-d", site]
+    return [("docs", [sys.executable, *command])]
 
 
 def checks_of_other_line() -> Checks:
-    """Return the commands that make an environment of `OTHER_PYTHON` and test in it; none without such a Python."""
+    """Return the commands that make an environment of `OTHER_PYTHON` and, as the last one, test in it.
+
+    There are none without such a Python.
+    """
     folder = ROOT / f".venv-{OTHER_PYTHON}"
     python = str(folder / "bin" / "python")
     found = next(find_pythons(OTHER_PYTHON), None)
@@ -106,12 +101,10 @@ def checks_of_other_line() -> Checks:
     clean = ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", f"VIRTUAL_ENV={folder}", path]
     make = ("environment", [*clean, found, "-m", "venv", "--clear", str(folder)])
     install = [*clean, python, "-m", "pip", "install", "-q", "-e", ".[test]"]
-    fast = [*clean, python, *PYTEST, "-m", "not slow and not medium", *OTHER_TESTS]
-    medium = [*clean, python, *PYTEST, "--durations", "20", "-m", "medium", *OTHER_MEDIUM_TESTS]
+    selected = ["-m", "not slow and (not medium or both_lines)", *OTHER_TESTS]
     checks = [
         (f"installation on Python {OTHER_PYTHON}", install),
-        (f"fast tests on Python {OTHER_PYTHON}", fast),
-        (f"other tests on Python {OTHER_PYTHON}", medium),
+        (f"tests on Python {OTHER_PYTHON}", [*clean, python, *PYTEST, "--durations", "20", *selected]),
     ]
     return checks if is_usable(python, OTHER_PYTHON) else [make, *checks]
 
@@ -147,6 +140,14 @@ def run(checks: Checks) -> int:
     return 0
 
 
+def run_with_other_line(first: Checks, tests: Checks, other_line: Checks) -> int:
+    """Run checks, docs and tests; the environment of the other line is installed beside those that run no tests."""
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as site:
+        installation = pool.submit(run, other_line[:-1])
+        status = run([*first, *docs(site)]) or installation.result()
+    return status or run([*tests, *other_line[-1:]])
+
+
 def main() -> int:
     """Run the checks.
 
@@ -159,21 +160,20 @@ def main() -> int:
     parts.add_argument("--rest", action="store_true", help="only what --all adds")
     parts.add_argument("--other_line", action="store_true", help=f"only test on Python {OTHER_PYTHON}")
     options = parser.parse_args()
-    if not (options.rest or options.other_line) and ((status := run(fast_checks())) or not options.all):
+    if not (options.all or options.rest or options.other_line):
+        return run([*static_checks(), *fast_tests()])
+    other_line = checks_of_other_line()
+    if options.other_line:
+        status = run(other_line)
+    else:
+        first, tests = ([], other_tests()) if options.rest else (static_checks(), all_tests())
+        status = run_with_other_line(first, tests, other_line)
+    if other_line or status:
         return status
-    if not options.other_line:
-        with tempfile.TemporaryDirectory() as site:
-            if status := run(other_checks(site)):
-                return status
-    checks = checks_of_other_line()
-    if not checks:
-        line = "=" * 100
-        print(
-            f"{line}\nSKIPPED: no usable Python {OTHER_PYTHON} on PATH or in pyenv, so NOTHING WAS TESTED ON THE OTHER"
-        )
-        print(f"LINE OF LEVANTER. Install Python {OTHER_PYTHON}, and run: python -m tests.check --other_line\n{line}")
-        return int(options.other_line)
-    return run(checks)
+    line = "=" * 100
+    print(f"{line}\nSKIPPED: no usable Python {OTHER_PYTHON} on PATH or in pyenv, so NOTHING WAS TESTED ON THE OTHER")
+    print(f"LINE OF LEVANTER. Install Python {OTHER_PYTHON}, and run: python -m tests.check --other_line\n{line}")
+    return int(options.other_line)
 
 
 if __name__ == "__main__":

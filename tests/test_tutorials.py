@@ -15,20 +15,22 @@ from pathlib import Path
 
 import pytest
 
+from tests import fork_server
+
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
-def agent_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
+def agent_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, fork_server.ForkedProcess]]:
     """A folder, and the training run of the agent in it, which is started before the shorter tutorial."""
     folder = tmp_path_factory.mktemp("agent")
     options = ["--seed", "1", "--num_steps", "40", "--evaluation.every", "40", "--run_dir", str(folder / "run")]
     command = [sys.executable, "-m", "marin_rl.train", "--config", "experiments/agent.yaml", *options]
     with (
         (folder / "output.txt").open("wb") as output,
-        subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output) as process,
+        fork_server.popen(command, stdout=output, env=ENVIRONMENT, cwd=ROOT) as process,
     ):
         yield folder, process
         process.kill()
@@ -47,7 +49,8 @@ def test_tutorial_trains_a_policy(tmp_path: Path):
         assert program == "python"
         # As documented for machines without sandbox isolation.
         more = ["--sandbox.require", "none"] if "marin_rl.train" in command and sys.platform != "linux" else []
-        done = subprocess.run(
+        run = fork_server.run if arguments[0] == "-m" else subprocess.run
+        done = run(
             [sys.executable, *arguments, *more],
             cwd=tmp_path,
             env=ENVIRONMENT,
@@ -80,7 +83,7 @@ def test_page_shows_the_agent_of_the_experiment():
 
 
 @pytest.mark.slow
-def test_agent_learns(agent_run: tuple[Path, "subprocess.Popen[bytes]"]):
+def test_agent_learns(agent_run: tuple[Path, fork_server.ForkedProcess]):
     folder, process = agent_run
     assert process.wait() == 0, (folder / "output.txt").read_text()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()

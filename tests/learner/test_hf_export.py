@@ -32,6 +32,8 @@ from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from tests.models.hf_checkpoint import write_checkpoint
 
+pytestmark = pytest.mark.both_lines
+
 
 @pytest.fixture(scope="module")
 def chat() -> ChatTokenizer:

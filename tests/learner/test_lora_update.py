@@ -32,6 +32,8 @@ from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.learner.lora_cases import LORA, PRECISIONS, STEPS, adapter_learner, first_updates
 
+pytestmark = pytest.mark.both_lines
+
 
 def random_adapter(spec: PolicySpec, seed: int = 3) -> Adapter:
     rng = np.random.default_rng(seed)

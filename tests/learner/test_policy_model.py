@@ -55,6 +55,8 @@ from tests.models.hf_oracle.make_oracle import (
     weights,
 )
 
+pytestmark = pytest.mark.both_lines
+
 ARCHITECTURES = (
     *("gemma", "gemma2", "gemma2_window", "gpt2", "llama_yarn", "mistral", "mistral_window", "mixtral", "olmo2"),
     *("olmo3", "olmo3_yarn", "qwen2", "qwen3"),

@@ -20,7 +20,7 @@ from marin_rl.learner.critic import ActorCritic, CriticConfig, with_critic
 from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.objectives.aggregation import TokenMeanConfig
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = [pytest.mark.both_lines, pytest.mark.usefixtures("compiled_quickly")]
 
 TEMPERATURE = 0.8
 LENGTHS = [(9,), (12, 5, 7), (), (2,), (11,), (6, 6), (3,)]

@@ -32,6 +32,8 @@ from tests import fork_server
 from tests.cpu_host import cpu_host
 from tests.learner import stream_cases
 
+pytestmark = pytest.mark.both_lines
+
 
 @pytest.fixture(scope="module")
 def one_device(tiny):

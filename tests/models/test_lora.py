@@ -25,6 +25,7 @@ from marin_rl.models.lora import (
 from tests.sampling.families import FAMILIES, VOCAB, random_model
 
 pytestmark = [
+    pytest.mark.both_lines,
     pytest.mark.usefixtures("compiled_quickly"),
     pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning"),
 ]

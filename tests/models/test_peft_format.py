@@ -44,6 +44,7 @@ from tests.models.hf_oracle.make_oracle import loss_weights, token_ids
 from tests.sampling.families import FAMILIES, random_model
 
 pytestmark = [
+    pytest.mark.both_lines,
     pytest.mark.usefixtures("compiled_quickly"),
     # Levanter's mixture of experts calls a function that haliax has renamed.
     pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning"),

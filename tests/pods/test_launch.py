@@ -13,6 +13,8 @@ import pytest
 from marin_rl.launch import main
 from tests.needs_iris import NEEDS_IRIS
 
+pytestmark = pytest.mark.both_lines
+
 TRAIN = ["--", "train", "--config", "experiments/rloo.yaml"]
 
 

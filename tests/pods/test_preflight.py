@@ -17,6 +17,8 @@ from marin_rl.pods.preflight import UploadError, check_command
 from marin_rl.utils.settings.section_types import ConfigError
 from tests.needs_iris import NEEDS_IRIS
 
+pytestmark = pytest.mark.both_lines
+
 ELSEWHERE = Path(__file__).parents[2] / "experiments" / "rloo.yaml"
 RUN = "environment: {type: arithmetic}\nmodel: {type: llama}\n"
 ONE_HOST = LaunchConfig()

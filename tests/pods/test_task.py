@@ -16,6 +16,8 @@ from tests.needs_iris import NEEDS_IRIS
 from tests.tiny_run import make_run
 from tests.training_hosts import hosts, started
 
+pytestmark = pytest.mark.both_lines
+
 
 @NEEDS_IRIS
 @pytest.mark.medium

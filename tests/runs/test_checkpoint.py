@@ -24,6 +24,8 @@ from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError, d
 from marin_rl.utils.remote_path import StorageError
 from marin_rl.utils.storage import file_sizes, storage_path
 
+pytestmark = pytest.mark.both_lines
+
 PROGRESS = {"step": 2, "episodes": 16, "evaluations": {"before RL": {"eval/accuracy": 0.1 + 0.2}}}
 
 

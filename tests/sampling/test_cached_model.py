@@ -32,6 +32,7 @@ from tests.sampling.test_group_sampler import (
 )
 
 pytestmark = [
+    pytest.mark.both_lines,
     pytest.mark.medium,
     # Levanter's mixture of experts calls a function that haliax has renamed.
     pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning"),

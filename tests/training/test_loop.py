@@ -45,6 +45,8 @@ from tests.tiny_run import TinyRun, copy_of, interrupted_after, outcome, without
 from tests.training.bare_run import local_rollouts
 from tests.training.reopened_run import config_of, reopen
 
+pytestmark = pytest.mark.both_lines
+
 # OBJECTIVES.md, "Metrics that every run logs", without those that need a critic, a reference or a known device.
 ALWAYS = {
     *("eps", "episode", "lr", "grad_norm", "step"),

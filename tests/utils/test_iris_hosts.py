@@ -10,6 +10,8 @@ import pytest
 
 from tests.needs_iris import NEEDS_IRIS
 
+pytestmark = pytest.mark.both_lines
+
 
 @NEEDS_IRIS
 @pytest.mark.medium

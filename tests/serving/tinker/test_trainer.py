@@ -232,6 +232,7 @@ def test_data_that_share_a_prompt_have_the_results_of_each_alone(make, loss: str
             np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
+@pytest.mark.both_lines
 @pytest.mark.medium
 def test_gradient_of_chunks_is_that_of_one_call(make):
     data = random_data(40, "ppo")
@@ -297,6 +298,7 @@ def test_a_loss_without_a_ratio_has_a_finite_gradient_at_any_old_logprobs(make):
     check_against_dense_formula(make(), (datum._replace(inputs={**datum.inputs, "logprobs": logprobs}),), "dro")
 
 
+@pytest.mark.both_lines
 @pytest.mark.medium
 def test_state_survives_a_folder(make, tmp_path: Path):
     trainer, data = make(LORA), random_data(5, "cross_entropy")
@@ -344,6 +346,7 @@ class Source:
 PROMPT = SampleParams((70, 71, 72), 2, 6, 3, 1.0, -1, 1.0, None, False, 0)
 
 
+@pytest.mark.both_lines
 @pytest.mark.medium
 def test_samplers_stay_as_they_were(make, tmp_path: Path):
     """A snapshot and the base answer as before after any number of steps, and log-probs are those of the trainer."""
@@ -613,6 +616,7 @@ def test_gradient_that_is_not_finite_is_dropped_and_not_saved(make, tmp_path: Pa
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.both_lines
 @pytest.mark.medium
 def test_settings_and_lengths_compile_few_programs(make):
     trainer = make()
