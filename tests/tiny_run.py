@@ -114,10 +114,14 @@ class TinyRun:
         # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
         from marin_rl.parts import rl, supervised
         from marin_rl.train import main
+        from marin_rl.training import loop, supervised_updates
 
         with (
             mock.patch.object(rl, "Learner", _learner),
             mock.patch.object(supervised, "Learner", _learner),
+            # They would visit the objects of all tests so far, at every tenth step.
+            mock.patch.object(loop, "collect_garbage"),
+            mock.patch.object(supervised_updates, "collect_garbage"),
         ):
             return main([*self.argv, *more])
 
