@@ -208,7 +208,6 @@ def test_stacked_microbatches_are_those_of_the_batch_then_zeros(tiny) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(OptimizerConfig.get_known_choices()))
 def test_the_config_refuses_the_optimizers_that_cannot_be_compiled(tiny, trainer, name: str) -> None:
