@@ -221,4 +221,4 @@ print(json.dumps(sorted(RewardComponentConfig.get_known_choices())))
 def test_all_component_types_are_registered():
     # Runs in a separate process, because other tests have registered the types here.
     done = subprocess.run([sys.executable, "-c", LIST_TYPES], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == ["code", "function", "llm_judge"]
+    assert json.loads(done.stdout) == ["code", "function", "in_process", "llm_judge"]
