@@ -172,7 +172,7 @@ class AbstractTrainer(abc.ABC):
         export_run(self.config.run_dir, output)
 
     def plot(self) -> "Figure":
-        """Draw the most important metrics, as `curves.png` in the run directory; notebooks show the figure.
+        """Draw the most important metrics, those of `curves.png` in the run directory; notebooks show the figure.
 
         Raises:
             UserError: if no step has been recorded.
