@@ -255,7 +255,7 @@ class RLTrainer(AbstractTrainer):
         from marin_rl.config.sections import EvaluationConfig
         from marin_rl.sessions.evaluate_checkpoint import EvaluateConfig, run_evaluation
 
-        environment: Any = getattr(self.config, "environment")  # noqa: B009
+        environment: Any = getattr(self.config, self.config.source_key)
         chosen: Any = split or (Split.TRAIN if getattr(environment, "held_out", None) == 0.0 else Split.HELD_OUT)
         evaluation = EvaluationConfig(tasks=tasks, samples=samples, greedy=greedy, pass_at=tuple({1, samples}))
         with sharing(self._shared):
@@ -337,7 +337,7 @@ def _component(reward: Any, shared: dict[str, Any]) -> dict[str, Any]:
     settings = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
     if isinstance(settings.get("function", ""), str):
         return settings
-    function = settings.pop("function", None)
+    function = settings.pop("function")
     as_reward_function(function)
     name = settings.setdefault("name", _name_of(function))
     if name in shared:

@@ -70,10 +70,10 @@ class Rows:
     """Number of data-parallel devices."""
 
     @classmethod
-    def of(cls, model: LmConfig, trainer: TrainerConfig) -> "Rows":
+    def of(cls, model: LmConfig | None, trainer: TrainerConfig, context_shards: int = 1) -> "Rows":
         """Make it for a model on the devices of `trainer`, as returned by `start_devices`."""
         platform = platform_of(trainer)
-        return cls(attention_kernel(model, platform), model, platform, trainer.data_axis_size)
+        return cls(attention_kernel(model, platform, context_shards), model, platform, trainer.data_axis_size)
 
     def layout(
         self,

@@ -204,8 +204,7 @@ class AbstractModelParts(abc.ABC):
         Raises:
             ValueError: if the attention kernel does not support the length of a row.
         """
-        platform, devices = platform_of(self.trainer), self.trainer.data_axis_size
-        return Rows(self.kernel, self.config.model, platform, devices).of_run(
+        return Rows.of(self.config.model, self.trainer, self.config.context_shards).of_run(
             self.config.rows.sizes,
             self.trainer.rows_per_microbatch,
             microbatch_rows(self.config.trainer, 0),

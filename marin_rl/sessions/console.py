@@ -406,14 +406,8 @@ def print_and_log(
     """Print a summary to the console, and write its lines to the log; see `print_summary`."""
     print_summary(console, directory, config, progress, command, compiling)
     text = io.StringIO()
-    print_summary(
-        Console(file=text, width=LOG_WIDTH, highlight=False, force_jupyter=False),
-        directory,
-        config,
-        progress,
-        command,
-        compiling,
-    )
+    log = Console(file=text, width=LOG_WIDTH, highlight=False, force_jupyter=False)
+    print_summary(log, directory, config, progress, command, compiling)
     for line in filter(str.strip, text.getvalue().splitlines()):
         logger.info("%s", line.rstrip())
 
