@@ -181,6 +181,7 @@ class Generation:
     """Version of the weights that produced the first token."""
     last_version: WeightVersion
     """Version of the weights that produced the last token; never less than `first_version`."""
+    experts: Any = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

@@ -20,12 +20,16 @@ from transformers import PretrainedConfig
 
 # Registers the architectures.
 import marin_rl.models.olmo3
-import marin_rl.models.qwen2  # noqa: F401
+import marin_rl.models.qwen2
 from marin_rl.models.attention_windows import Windows, layer_windows
 from marin_rl.models.hf_config import ACTIVATIONS, INVALID_CONFIG, PolicyModelError, declared_settings, first_line
 from marin_rl.models.hf_rope import canonical_scaling, rope_settings
 from marin_rl.models.model_settings import model_problems, rope_problems, window_problem
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
+from marin_rl.utils.levanter_line import IS_NEW
+
+if IS_NEW:
+    import marin_rl.models.qwen3_moe  # noqa: F401
 
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
@@ -93,7 +97,7 @@ def check_implemented(hf_config: PretrainedConfig) -> None:
         implemented |= {"head_dim": head_size, "attention_bias": False}
     if model_type == "gemma2":
         implemented |= {"final_logit_softcapping": None, "query_pre_attn_scalar": head_size}
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "qwen3_moe"):
         implemented |= {"attention_bias": False}
     differing = [name for name, value in implemented.items() if values[name] != value]
     wrong = [f"{name} is {values[name]!r}, implemented is {implemented[name]!r}" for name in differing]
@@ -179,7 +183,7 @@ def _exported_fields(config: LmConfig) -> dict[str, Any]:
 
 def attention_windows(hf_config: PretrainedConfig) -> Windows:
     """Return the attention window of each layer, own position included; None for all positions."""
-    if hf_config.model_type in ("mistral", "mixtral"):
+    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return (hf_config.sliding_window,) * hf_config.num_hidden_layers
     types = getattr(hf_config, "layer_types", None) or [""] * hf_config.num_hidden_layers
     return tuple(hf_config.sliding_window if kind == "sliding_attention" else None for kind in types)

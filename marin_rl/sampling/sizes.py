@@ -105,6 +105,8 @@ class SamplerSizes(NamedTuple):
     """Type of the cache."""
     prefill: PrefillShapes
     """Shapes of calls of `prefill` on each data shard."""
+    experts: bool = False
+    """Whether the chosen experts of every token are recorded."""
 
     @property
     def slots(self) -> int:
@@ -112,11 +114,13 @@ class SamplerSizes(NamedTuple):
         return self.shards * self.shard_slots
 
     def cache_axes(self, model: LmConfig) -> tuple[CacheAxes, ...]:
-        """Return the axes of the cache of each layer of a model."""
-        return cache_axes(model, self.form, self.slots, self.context, self.head_shards)
+        """Return the axes of the cache of a model."""
+        return cache_axes(model, self.form, self.slots, self.context, self.head_shards, experts=self.experts)
 
 
-def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConfig | None) -> SamplerSizes:
+def sampler_sizes(
+    config: SamplingConfig, max_context: int, trainer: TrainerConfig | None, *, experts: bool = False
+) -> SamplerSizes:
     """Return the sizes of a sampler; the arguments are those of `GroupSampler`."""
     mesh = None if trainer is None else host_mesh(trainer.device_mesh)
     hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
@@ -133,6 +137,7 @@ def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConf
         attention_form(device.platform, device.device_kind),
         jnp.dtype(config.cache_dtype(device.platform)),
         prefill_shapes(device.platform, shard_slots, max_context, config.max_new_tokens),
+        experts,
     )
 
 
