@@ -46,7 +46,12 @@ PER_TOKEN_DTYPES = {
     "values": jnp.float32,
     "returns": jnp.float32,
 }
-OPTIONAL_DTYPES = {"prompt_segment_ids": jnp.int32, "ce_weights": jnp.float32, "ref_kl_weights": jnp.float32}
+OPTIONAL_DTYPES = {
+    "prompt_segment_ids": jnp.int32,
+    "ce_weights": jnp.float32,
+    "ref_kl_weights": jnp.float32,
+    "router_weights": jnp.float32,
+}
 NO_ROLLOUT = -1
 """Rollout id of padding and shared prompts."""
 _ON_LOSS = ("policy_logprobs", "reference_logprobs", "values", "advantages", "returns", "importance_weights")
@@ -191,6 +196,9 @@ class RlExample(TokenRows):
     """float32, weight of each token in the cross-entropy, on the loss mask or off it; None without cross-entropy."""
     ref_kl_weights: NamedArray | None = None
     """float32, weight of each token in the exact divergence from the teacher; None without one."""
+    router_weights: NamedArray | None = None
+    """float32, weight of each token in the losses of the routers of a mixture, 1 / (tokens in the batch); 0 for
+    padding. None for a dense model."""
 
     def __check_init__(self) -> None:
         leaves = self.arrays()
@@ -231,16 +239,18 @@ class PackedBatch:
     num_loss_tokens: int
     """Number of loss tokens."""
 
-    def unpack(self, values: Shaped[np.ndarray, "microbatches rows tokens_per_row"]) -> Shaped[np.ndarray, " tokens"]:
+    def unpack(
+        self, values: Shaped[np.ndarray, "microbatches rows tokens_per_row *more"]
+    ) -> Shaped[np.ndarray, "tokens *more"]:
         """Gather per-token values from all positions of the microbatches, in the order of the `RolloutBatch`.
 
         Raises:
             ValueError: if the shape of the array differs from that of the microbatches.
         """
         shape = (len(self.microbatches), self.layout.rows_per_microbatch, self.layout.tokens_per_row)
-        if values.shape != shape:
+        if values.shape[:3] != shape:
             raise ValueError(f"unpack got an array of shape {values.shape}; this batch has {shape}")
-        return values.reshape(-1)[self.places]
+        return values.reshape(-1, *values.shape[3:])[self.places]
 
     @property
     def num_tokens(self) -> int:
@@ -264,6 +274,7 @@ def pack_batch(
     own_rows: OwnRows | None = None,
     ce_mask: Bool[np.ndarray, " tokens"] | None = None,
     ref_kl_mask: Bool[np.ndarray, " tokens"] | None = None,
+    has_router: bool = False,
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
@@ -281,6 +292,7 @@ def pack_batch(
             1 / (number of these tokens in the batch), so the cross-entropy is the mean over them. None without
             cross-entropy.
         ref_kl_mask: the same for the exact divergence from the teacher.
+        has_router: whether the model is a mixture of experts, whose losses need `router_weights`.
 
     Returns:
         The microbatches, and the slot of each sequence.
@@ -318,6 +330,10 @@ def pack_batch(
     arrays = {name: scatter(name, places, values) for name, values in on_tokens.items()}
     actions = places[batch.loss_mask]
     arrays |= {name: scatter(name, actions, values) for name, values in on_loss.items()}
+    if has_router:
+        # A shared prompt is computed once.
+        computed = np.unique(places)
+        arrays["router_weights"] = scatter("router_weights", computed, np.array(1 / max(computed.size, 1)))
     axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.tokens_per_row))
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.

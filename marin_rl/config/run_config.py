@@ -166,6 +166,11 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
         return False
 
     @property
+    def replays_experts(self) -> bool:
+        """Whether the updates use given experts, which only a mixture of experts has."""
+        return False
+
+    @property
     def trained_critic(self) -> CriticConfig | None:
         """Critic that is trained with the policy; None if there is none."""
         return None

@@ -13,6 +13,7 @@ import jax
 from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.utils.devices.sharding import POSITION
 from marin_rl.utils.errors import nearest
@@ -75,12 +76,16 @@ def _check_architecture(config: Any) -> Iterator[str]:
     if name == "mixtral":
         problem = window_problem(model, max_length, section)
         yield from [] if problem is None else [problem]
-        for key in ("tensor_parallel_axes", "axis_resources"):
-            if "experts" in (getattr(trainer, key) or ()):
-                yield (
-                    f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
-                    "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
-                )
+    if config.replays_experts and not problems and mixture_shape(model) is None:
+        yield (
+            f"routing_replay is {config.routing_replay}, but a {name} model has no experts; set routing_replay: null"
+        )
+    split = set(trainer.tensor_parallel_axes or ())
+    if "experts" in split and (other := sorted(split & {"mlp", POSITION})):
+        yield (
+            f"trainer.tensor_parallel_axes has experts and {other[0]}, which the same devices cannot split; leave "
+            "one of them out"
+        )
 
 
 def _check_adapter(config: Any) -> Iterator[str]:

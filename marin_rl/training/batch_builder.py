@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float32, Float64, Int64
 
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
+from marin_rl.config.sections import RoutingReplay
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
 from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
@@ -119,7 +120,8 @@ class BatchBuilder:
             nothing = batch_rollouts([], max_length=self.config.rollouts.max_length)
             return TrainingBatch(nothing, {}, {"groups/no_signal": float(len(groups))})
         with timer.phase("batch"):
-            sampled = batch_rollouts(graded, max_length=self.config.rollouts.max_length)
+            replays = self.config.routing_replay is RoutingReplay.ROLLOUT
+            sampled = batch_rollouts(graded, max_length=self.config.rollouts.max_length, experts=replays)
         with timer.phase("reference"):
             scored, learner_logprobs = self._score(StepToScore(sampled, graded, model, average), step)
             corrected, mismatch = self._correct(scored, learner_logprobs)
@@ -181,6 +183,7 @@ class BatchBuilder:
                         own_rows=own_rows(self.parts.trainer),
                         ce_mask=minibatch.observation_mask if self.config.observation_loss is not None else None,
                         ref_kl_mask=minibatch.loss_mask if self.config.kl.needs_teacher else None,
+                        has_router=self.parts.has_router,
                     )
 
     def have_signal(self, batch: RolloutBatch) -> Bool[np.ndarray, " rollouts"]:
@@ -197,11 +200,16 @@ class BatchBuilder:
         """Fill in reference log-probs and values; also return the learner's log-probs if they are needed."""
         batch = inputs.batch
         if self.score_reference is not None:
-            batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(inputs))
+            # A reference chooses its own experts.
+            by_reference = inputs._replace(batch=dataclasses.replace(batch, experts=None))
+            batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(by_reference))
         corrects = self.config.off_policy_correction.needs_sampling_logprobs
-        if not (self.has_critic or corrects or self.config.rollout_store.scores_learner(step)):
+        scores_experts = self.parts.scores_experts
+        if not (self.has_critic or corrects or scores_experts or self.config.rollout_store.scores_learner(step)):
             return batch, None
         scores = self.score(inputs.newest, batch)
+        if scores_experts:
+            batch = dataclasses.replace(batch, experts=scores.experts)
         if self.has_critic:
             batch = dataclasses.replace(batch, values=scores.values)
         return batch, scores.logprobs
