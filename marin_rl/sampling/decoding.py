@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jmp
 from haliax.partitioning import ResourceMapping
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.models.mixture import mixture_shape
@@ -218,7 +218,7 @@ class SamplerPrograms(NamedTuple):
 
 
 @jax.jit
-def recorded_experts(cache: Cache, slot: Int[Array, ""]) -> Int[Array, "context layers top"]:
+def recorded_experts(cache: Cache, slot: Int[Array, ""]) -> UInt[Array, "context layers top"]:
     """Return the chosen experts of the tokens in a slot, from a cache that has them."""
     return cache[-1][0][slot]
 

@@ -6,11 +6,9 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
-
 from typing import Any, cast
 
 import jax
-
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from levanter.optim.config import AdamConfig
