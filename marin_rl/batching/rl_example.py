@@ -25,7 +25,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
-from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.batching.rollout_batch import RolloutBatch, no_expert
 from marin_rl.objectives.aggregation import AggregationConfig
 from marin_rl.utils.levanter_line import lm_example
 
@@ -165,7 +165,7 @@ class TokenRows(eqx.Module):
 
 
 class RlExample(TokenRows):
-    """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
+    """One microbatch of rollouts. All arrays but `experts` are `{batch, position}`; all are aligned with tokens.
 
     A row contains one or several sequences, one segment each. If sequences share a prompt, it is a separate segment,
     before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
@@ -199,6 +199,10 @@ class RlExample(TokenRows):
     router_weights: NamedArray | None = None
     """float32, weight of each token in the losses of the routers of a mixture, 1 / (tokens in the batch); 0 for
     padding. None for a dense model."""
+    experts: NamedArray | None = None
+    """uint8 or uint16 `{batch, position, layer, top_experts}`, the experts that the sampler's router chose when it read
+    each token; the largest number of the type for padding and without a recorded choice. None if they are not
+    collected. A shared prompt has those of one of its sequences."""
 
     def __check_init__(self) -> None:
         leaves = self.arrays()
@@ -206,7 +210,8 @@ class RlExample(TokenRows):
             return  # a transformed tree with other leaves, as inside jax.tree.map
         axes = self.input_ids.axes
         for name, leaf in leaves.items():
-            if leaf.axes != axes:
+            expected = (*axes, *leaf.axes[-2:]) if name == "experts" else axes
+            if leaf.axes != expected:
                 raise ValueError(f"RlExample: {name} has axes {leaf.axes}, input_ids has {axes}")
 
     def arrays(self) -> dict[str, NamedArray]:
@@ -322,10 +327,10 @@ def pack_batch(
     rows = slice(None) if own_rows is None else own_rows(layout.rows_per_microbatch)
 
     def scatter(name: str, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-        dtype = (PER_TOKEN_DTYPES | OPTIONAL_DTYPES)[name]
-        array = np.full(math.prod(shape), padding.get(name, 0), dtype)
+        dtype, more = (PER_TOKEN_DTYPES | OPTIONAL_DTYPES).get(name, values.dtype), values.shape[1:]
+        array = np.full((math.prod(shape), *more), padding.get(name, 0), dtype)
         array[indices] = values
-        return array.reshape(shape)[:, rows]
+        return array.reshape(*shape, *more)[:, rows]
 
     arrays = {name: scatter(name, places, values) for name, values in on_tokens.items()}
     actions = places[batch.loss_mask]
@@ -334,11 +339,19 @@ def pack_batch(
         # A shared prompt is computed once.
         computed = np.unique(places)
         arrays["router_weights"] = scatter("router_weights", computed, np.array(1 / max(computed.size, 1)))
-    axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.tokens_per_row))
+    if batch.experts is not None:
+        padding["experts"] = no_expert(batch.experts.dtype)
+        # A sequence without the choices of a shared prompt does not remove those of the others.
+        is_recorded = (batch.experts != padding["experts"]).any(axis=(1, 2))
+        arrays["experts"] = scatter("experts", places[is_recorded], batch.experts[is_recorded])
+    names = ("batch", "position", "layer", "top_experts")
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
         RlExample(
-            **{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()},
+            **{
+                name: NamedArray(cast(jax.Array, array[index]), tuple(map(Axis, names, array.shape[1:])))
+                for name, array in arrays.items()
+            },
             group=layout.group,
         )
         for index in range(shape[0])
