@@ -27,6 +27,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
 from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.parts.model import AbstractModelParts
 from marin_rl.parts.rl import RunParts
 from marin_rl.parts.teacher import teacher_spec
@@ -120,6 +121,12 @@ class RunShapes:
     def place_for_sampler(self, tree: Any) -> Any:
         """Return shapes with the shardings of the sampler's weights."""
         return placed_shape(tree, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers of a mixture of experts are dense."""
+        mixture = mixture_shape(cast(LmConfig, self.config.model))
+        return mixture is not None and mixture.layers < self.num_layers
 
     def with_layers(self, count: int) -> "RunShapes":
         """Return the same run with another number of layers."""
