@@ -117,11 +117,22 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
     if problem := next(rope_problems(getattr(config, "rope", None)), None):
         raise PolicyModelError(f"model: this {name!r} model cannot be exported in Hugging Face format: {problem}")
     try:
-        return config.to_hf_config(vocab_size)
+        return dataclasses.replace(config, **_filled_in(config)).to_hf_config(vocab_size)
     except INVALID_CONFIG as error:
         raise PolicyModelError(
             f"model: this {name!r} model cannot be exported in Hugging Face format: {first_line(error)}"
         ) from error
+
+
+def _filled_in(config: LmConfig) -> dict[str, Any]:
+    """Return fields of a mixture that may be null in levanter's config, and are numbers in those of transformers 5."""
+    fields: dict[str, Any] = {}
+    for name in ("lbl_coef", "router_aux_loss_coef"):
+        if getattr(config, name, 0.0) is None:
+            fields[name] = 0.0
+    if LmConfig.get_choice_name(type(config)) == "qwen3_moe":
+        fields["head_dim"] = cast(Any, config).actual_head_size
+    return fields
 
 
 def _check_export(config: LmConfig) -> PretrainedConfig:
@@ -155,7 +166,16 @@ _NOT_EXPORTED = frozenset(
     {
         *("upcast_attn", "attn_backend", "use_flash_attention", "flash_attention_block_size"),
         *("gradient_checkpointing", "scan_layers", "reference_checkpoint", "tokenizer", "vocab_size"),
-        *("lbl_coef", "rzl_coef", "embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"),
+        *(
+            "lbl_coef",
+            "rzl_coef",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+            "embed_pdrop",
+            "resid_pdrop",
+            "attn_pdrop",
+            "attention_dropout",
+        ),
         *("sliding_window", "layer_types", "query_pre_attn_scalar"),
     }
 )

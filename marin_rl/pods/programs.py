@@ -122,6 +122,12 @@ class RunShapes:
         """Return shapes with the shardings of the sampler's weights."""
         return placed_shape(tree, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers of a mixture of experts are dense."""
+        mixture = mixture_shape(cast(LmConfig, self.config.model))
+        return mixture is not None and mixture.layers < self.num_layers
+
     def with_layers(self, count: int) -> "RunShapes":
         """Return the same run with another number of layers."""
         if count not in self._by_layers:

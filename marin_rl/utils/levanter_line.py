@@ -88,6 +88,13 @@ ONLY_NEW = ("qwen3_moe",)
 """Architectures that only the new line has."""
 
 
+def line_problem(model_type: object) -> str | None:
+    """Problem of an architecture that the installed line does not have; None if it has, or if neither has."""
+    if IS_NEW or model_type not in ONLY_NEW:
+        return None
+    return f"{model_type} needs levanter's current line, {DISTRIBUTIONS[0]}, on Python 3.12 or later"
+
+
 def mixture_blocks() -> tuple[type, ...]:
     """Levanter's classes of the experts of a layer."""
     from levanter.models.mixtral import MixtralSparseMoeBlock
