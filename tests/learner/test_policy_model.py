@@ -10,14 +10,12 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import levanter.tracker
 import numpy as np
 import pytest
 from haliax import NamedArray
 from huggingface_hub import constants, hf_hub_download
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
-from levanter.tracker import NoopTracker
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -452,8 +450,6 @@ def test_log_probabilities_equal_those_of_transformers(tmp_path, loaded_logprobs
 
 @pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
-# Levanter's mixture of experts calls a function that haliax has renamed.
-@pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", cases(ARCHITECTURES))
 def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, tiny, trainer, chat, case: str) -> None:
     """Compare the gradient of a weighted sum of log-probabilities: norm and directional derivative per tensor."""
@@ -464,8 +460,7 @@ def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, t
         return jnp.sum(scored.array * factors), scored
 
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
-    # As in a run, levanter's tracker is set; a mixture of experts logs its routing to it.
-    with trainer.use_device_mesh(), levanter.tracker.current_tracker(NoopTracker()):
+    with trainer.use_device_mesh():
         differentiate = hax.named_jit(eqx.filter_grad(loss, has_aux=True), axis_resources=trainer.compute_axis_mapping)
         gradient, scored = differentiate(model, oracle_batch(tiny))
         by_name = to_tensors(gradient)

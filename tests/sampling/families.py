@@ -3,7 +3,8 @@
 
 """A tiny model of each architecture, with random weights everywhere, biases and scales of norms included."""
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -40,6 +41,12 @@ def mixtures() -> dict[str, LmConfig]:
 
     moe: dict[str, Any] = {"moe_intermediate_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
     return {"qwen3_moe": Qwen3MoeConfig(**SIZES, **moe)}
+
+
+def dense_layers() -> dict[str, LmConfig]:
+    """Return mixtures with dense layers, which are not stacked."""
+    options: dict[str, Any] = {"num_layers": 3, "decoder_sparse_step": 2, "tie_word_embeddings": True}
+    return {f"{name}_dense": dataclasses.replace(cast(Any, config), **options) for name, config in mixtures().items()}
 
 
 FAMILIES: dict[str, LmConfig] = {
