@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import operator
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import jmp
 import levanter.tracker
 import numpy as np
 import pytest
@@ -21,11 +23,14 @@ from levanter.tracker import NoopTracker
 
 from marin_rl.batching.packing import GroupRow, RowLayout
 from marin_rl.batching.rl_example import RlExample, pack_batch
-from marin_rl.batching.rollout_batch import join_batches
+from marin_rl.batching.rollout_batch import batch_rollouts, join_batches
 from marin_rl.learner.logprobs import activations_and_routing, token_logprobs
 from marin_rl.learner.router_loss import router_loss
 from marin_rl.models import mixture
 from marin_rl.objectives.aggregation import TokenMeanConfig
+from marin_rl.sampling.config import SamplingConfig
+from marin_rl.sampling.group_sampler import GroupSampler
+from marin_rl.types import Generation, Rollout, RolloutStatus, Task, Turn
 from tests import fork_server
 from tests import tiny_learner as tiny
 from tests.cpu_host import cpu_host
@@ -38,6 +43,7 @@ from tests.learner.mixture_cases import (
     update,
     with_router,
 )
+from tests.sampling.test_group_sampler import make_requests
 
 pytestmark = [pytest.mark.both_lines, pytest.mark.medium]
 
@@ -157,3 +163,53 @@ def test_tokens_are_sorted_by_expert_on_accelerators(monkeypatch: pytest.MonkeyP
         given = [array[:tokens] for array in arrays[:3]] + arrays[3:]
         text = run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
         assert ("ragged" in text) == sorts, (tokens, platform)
+
+
+def one_turn_rollout(id: str, prompt: tuple[int, ...], generation: Generation) -> Rollout:
+    messages = ({"role": "user", "content": ""},)
+    turn = Turn(prompt, generation, messages, starts_sequence=True)
+    return Rollout(id, "group", Task(id, "test", messages, ""), (turn,), RolloutStatus.COMPLETED, {"reward": 1.0})
+
+
+def test_replay_removes_the_effect_of_flipped_experts(trainer) -> None:
+    """A sampler in bfloat16 flips experts near ties; with the learner in float32, only its rounding is left."""
+    sizes = {"hidden_dim": 64, "num_layers": 4, "n_routed_experts": 64, "num_experts_per_tok": 1}
+    config = dataclasses.replace(config_of("mixtral"), **sizes, lbl_coef=None, rzl_coef=None)
+    model = tiny.make_model(trainer, config)
+    layers = "transformer.layers.stacked.block_sparse_moe"
+    where = operator.attrgetter(f"{layers}.gate.weight", f"{layers}.experts.w2.weight")
+    gate, down = where(model)
+    # Many near ties, and experts that differ by more than rounding.
+    model = eqx.tree_at(where, model, (0.1 * gate, 3.0 * down))
+    half = dataclasses.replace(trainer, mp=jmp.get_policy("p=f32,c=bf16"))
+    with half.use_device_mesh():
+        sampling = SamplingConfig(max_new_tokens=32, max_seqs=16)
+        sampler = GroupSampler(model, config=sampling, stop_token_ids=(), max_context=40, trainer=half, experts=True)
+        requests = make_requests([8] * 16, max_new_tokens=32)
+        generations = sampler.sample(requests)
+    rollouts = [
+        one_turn_rollout(str(index), request.prompt_tokens, generation)
+        for index, (request, generation) in enumerate(zip(requests, generations, strict=True))
+    ]
+    batch = batch_rollouts(rollouts, experts=True)
+    packed = pack_batch(batch, TokenMeanConfig(), RowLayout(40, 16, packed=False), pad_token_id=0, has_router=True)
+    (example,) = packed.microbatches
+
+    @jax.jit
+    def score(example: RlExample):
+        trunk, _, routing = activations_and_routing(model, example)
+        logprobs, _ = token_logprobs(trunk, model.get_lm_head(), example, temperature=1.0, block_size=64)
+        return logprobs.array, routing.differing.mean()
+
+    def difference(example: RlExample) -> tuple[float, float, float]:
+        logprobs, differing = score(example)
+        error = np.abs(packed.unpack(np.asarray(logprobs)[None]) - batch.policy_logprobs)[batch.loss_mask]
+        return error.mean(), np.square(error).mean(), float(differing)
+
+    none = np.full_like(example.experts.array, 255)
+    rerouted = difference(dataclasses.replace(example, experts=hax.named(none, example.experts.axes)))
+    replayed = difference(example)
+    assert replayed[2] > 0.003  # experts that the learner would not have chosen
+    assert rerouted[0] > 5 * replayed[0]
+    assert rerouted[1] > 100 * replayed[1]
+    assert replayed[0] < 0.02
