@@ -165,7 +165,7 @@ def _json_fields(lists: Mapping[Any, list[Any]], record: object) -> dict[str, An
             lists[kind].extend(fields[name])
             fields[name] = len(fields[name])
         elif (array := fields[name]) is not None:
-            lists[kind].append(array.astype(array.dtype.newbyteorder("<")).tobytes())
+            lists[kind].append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
             fields[name] = [array.dtype.name, *array.shape]
     return fields
 

@@ -227,7 +227,7 @@ def _row(rollout: Rollout, stored: StoredAdvantages | None, piece: PieceOf) -> d
 def _array_fields(array: np.ndarray | None) -> dict[str, Any] | None:
     if array is None:
         return None
-    data = array.astype(array.dtype.newbyteorder("<")).tobytes()
+    data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     return {"dtype": array.dtype.name, "shape": array.shape, "data": data}
 
 
