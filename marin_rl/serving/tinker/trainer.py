@@ -35,8 +35,8 @@ from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE
 from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import AccumulatedState, Frozen, Learner, Loss, StepwiseAdamW, zero_gradient
-from marin_rl.models.mixture import mixture_shape
 from marin_rl.models.lora import RANK, Adapter, merge_adapter, with_adapter
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
