@@ -186,7 +186,18 @@ class GroupSampler(Sampler):
 
     def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
         """Return the new tokens of requests in progress; see `Sampler.progress`."""
-        return self._slots.progress(seen)
+        found = self._slots.progress(seen)
+        if not found or self._cache is None or not records_experts(self._cache, self._source.config):
+            return found
+        return {number: self._with_experts(number, seen[number], part) for number, part in found.items()}
+
+    def _with_experts(self, number: int, start: int, part: SampledTokens) -> SampledTokens:
+        """Add the experts of the tokens that no earlier part has; the first part has those of the prompt."""
+        assert self._cache is not None
+        slot, prompt = self._slots.place_of(number)
+        experts = np.asarray(recorded_experts(self._cache, np.int32(slot)))
+        last = prompt + start + len(part.token_ids) - 1
+        return part._replace(experts=experts[prompt + start - 1 if start else 0 : last])
 
     def end_conversation(self, conversation: str) -> None:
         """Free the slot of a conversation; see `Sampler.end_conversation`. A request in progress is dropped."""

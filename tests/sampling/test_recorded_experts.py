@@ -14,7 +14,7 @@ from marin_rl.batching.rl_example import TokenRows
 from marin_rl.learner.logprobs import activations_and_routing
 from marin_rl.sampling.config import SamplingConfig
 from marin_rl.sampling.group_sampler import GroupSampler
-from marin_rl.sampling.sampler import SampleRequest
+from marin_rl.sampling.sampler import SampleRequest, WeightPoll
 from marin_rl.types import Generation
 from tests.sampling.families import CONTEXT, FAMILIES, random_model
 from tests.sampling.test_group_sampler import (
@@ -65,6 +65,32 @@ def test_experts_are_those_of_the_full_forward_pass(name: str):
     check(model, requests, sampler.sample(requests))
     sampler.update_weights(other, 1)
     check(other, *run_conversation(sampler, "episode", OBSERVATIONS[:2]))
+
+
+def test_the_experts_of_parts_are_those_of_the_generation():
+    model = random_model(FAMILIES["mixtral"])
+    config = SamplingConfig(max_new_tokens=MAX_NEW, max_seqs=SLOTS)
+    sampler = GroupSampler(
+        model,
+        config=config,
+        stop_token_ids=(),
+        max_context=CONTEXT,
+        experts=True,
+        weight_poll=WeightPoll(lambda: None, 3),
+    )
+    (number,) = sampler.start(make_requests([5]))
+    parts, seen, ended = [], 0, []
+    while not ended:
+        ended = sampler.advance()
+        if part := sampler.progress({number: seen}).get(number):
+            parts.append(part.experts)
+            seen += len(part.token_ids)
+    assert len(parts) > 1
+    experts = ended[0][1].experts
+    assert experts is not None
+    found = np.concatenate(parts)
+    assert len(found) == 5 + seen - 1
+    np.testing.assert_array_equal(found, experts[: len(found)])
 
 
 def test_a_sampler_reports_experts_only_on_request():
