@@ -219,6 +219,10 @@ class RlExample(TokenRows):
         # `getattr` of an `eqx.Module` takes long.
         return {name: array for name, array in vars(self).items() if name != "group" and array is not None}
 
+    def for_other_model(self) -> "RlExample":
+        """Return the batch for another model than the policy, whose routers choose their own experts."""
+        return dataclasses.replace(self, experts=None, router_weights=None)
+
     @property
     def scored_mask(self) -> NamedArray:
         """Tokens whose log-probability is in the loss: those on the loss mask or with a weight of cross-entropy."""

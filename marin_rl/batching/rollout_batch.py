@@ -198,6 +198,24 @@ class RolloutBatch:
             return batch
         return dataclasses.replace(batch, returns=self.from_actions("returns", value_targets))
 
+    def check_experts(self, layers: int, experts: int, per_token: int) -> None:
+        """Check that the chosen experts are those of a model with these sizes.
+
+        Raises:
+            ValueError: if they are not; an expert that does not exist is named with its rollout.
+        """
+        chosen = self.experts
+        if chosen is None:
+            return
+        if chosen.shape[1:] != (layers, per_token):
+            raise ValueError(
+                f"the rollouts have {chosen.shape[2]} chosen experts in each of {chosen.shape[1]} layers, but the model "
+                f"uses {per_token} in {layers}; sample with this model"
+            )
+        wrong = ((chosen >= experts) & (chosen != no_expert(chosen.dtype))).any(axis=(1, 2))
+        if wrong.any():
+            raise self._error(wrong, f"a token has an expert that is not one of the model's {experts}")
+
     def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
         """Return the indices of the tokens of some rollouts, which are given by their indices."""
         lengths, end = np.diff(self.token_offsets)[rollouts], self.token_offsets[1:][rollouts]

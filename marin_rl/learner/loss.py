@@ -106,7 +106,7 @@ class RlLoss:
         assert weights is not None
         divergences = token_divergences(
             policy,
-            (policy_activations(teacher, batch), teacher.get_lm_head()),
+            (policy_activations(teacher, batch.for_other_model()), teacher.get_lm_head()),
             weights != 0,
             divergence=kl.divergence,
             mixture=kl.mixture,

@@ -268,6 +268,9 @@ def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
             return {name: getattr(hf_config, name) for name in names}
         case "gpt2":
             return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        case "mixtral":
+            # Hugging Face's models have no z-loss.
+            return {"rzl_coef": None}
         case "olmo2" | "olmo3":
             return {"attention_dropout": 0.0}
         case "qwen3" if hf_config.sliding_window is None:

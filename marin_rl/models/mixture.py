@@ -340,7 +340,11 @@ def routed_activations(
     if isinstance(layers, BlockSeq):
         extras: list[Any] = []
         for layer in layers.blocks:
-            x, extra = layer(x, mask, key=None, **positions)
+
+            def run(layer: Any, x: NamedArray) -> tuple[NamedArray, Any]:
+                return layer(x, mask, key=None, **positions)
+
+            x, extra = (run if layers.gradient_checkpointing.disable else eqx.filter_checkpoint(run))(layer, x)
             if has_experts(layer):
                 extras.append(extra)
         Layer = Axis("layer", len(extras))

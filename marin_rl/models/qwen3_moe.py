@@ -120,7 +120,7 @@ class Qwen3Moe(Qwen3MoeLMHeadModel):
                 )
                 layer = eqx.tree_at(lambda node: node.mlp, layer, mlp)
             layers.append(_MaybeDenseLayer(**{name: getattr(layer, name) for name in layer.__dataclass_fields__}))
-        blocks = BlockSeq(layers, stacked.Block, ScanCheckpointPolicy._mk(False))
+        blocks = BlockSeq(layers, stacked.Block, ScanCheckpointPolicy._mk(config.gradient_checkpointing))
         return eqx.tree_at(lambda node: node.transformer.layers, model, blocks)
 
 

@@ -17,6 +17,7 @@ from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
 from marin_rl.config.sections import RoutingReplay
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
@@ -122,6 +123,8 @@ class BatchBuilder:
         with timer.phase("batch"):
             replays = self.config.routing_replay is RoutingReplay.ROLLOUT
             sampled = batch_rollouts(graded, max_length=self.config.rollouts.max_length, experts=replays)
+            if (mixture := mixture_shape(self.parts.model)) is not None:
+                sampled.check_experts(mixture.layers, mixture.experts, mixture.per_token)
         with timer.phase("reference"):
             scored, learner_logprobs = self._score(StepToScore(sampled, graded, model, average), step)
             corrected, mismatch = self._correct(scored, learner_logprobs)

@@ -414,7 +414,8 @@ LEVANTER: dict[str, Mistake] = {
         *("rollouts.max_length 32", "model.sliding_window is 16", "to null"),
     ),
     "experts": _of(
-        "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]", "has 'experts', but levanter cannot shard"
+        "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]",
+        "has experts and mlp, which the same devices cannot split",
     ),
     "positions of gpt2": _of(
         "--model '{type: gpt2, embed_pdrop: 0, resid_pdrop: 0, attn_pdrop: 0}' "
