@@ -415,7 +415,7 @@ LEVANTER: dict[str, Mistake] = {
     ),
     "experts": _of(
         "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]",
-        "has experts and mlp, which the same devices cannot split",
+        "has experts and mlp, which the same",
     ),
     "positions of gpt2": _of(
         "--model '{type: gpt2, embed_pdrop: 0, resid_pdrop: 0, attn_pdrop: 0}' "

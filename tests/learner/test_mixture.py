@@ -165,6 +165,25 @@ def test_tokens_are_sorted_by_expert_on_accelerators(monkeypatch: pytest.MonkeyP
         assert ("ragged" in text) == sorts, (tokens, platform)
 
 
+def test_another_model_chooses_its_own_experts(name: str, model: Any) -> None:
+    """The trunk of a critic and a teacher are not routed by the experts of the policy."""
+    run = jax.jit(lambda batch: activations_and_routing(model, batch.for_other_model())[1].array)
+    with_given, without = (with_router(tiny.make_example(), name, given) for given in (random_experts(name), None))
+    np.testing.assert_array_equal(run(with_given), run(without))
+
+
+def test_experts_that_the_model_lacks_are_refused(name: str) -> None:
+    shape = shape_of(name)
+    experts = np.full((4, shape.layers, shape.per_token), 255, np.uint8)
+    batch = dataclasses.replace(tiny.one_sequence([1, 2, 3, 4], 2), experts=experts)
+    batch.check_experts(shape.layers, shape.experts, shape.per_token)
+    with pytest.raises(ValueError, match="rollouts have 2 chosen experts in each of 2 layers"):
+        batch.check_experts(shape.layers + 1, shape.experts, shape.per_token)
+    experts[2, 1, 0] = shape.experts
+    with pytest.raises(ValueError, match=f"rollout test: a token has an expert that is not one of .* {shape.experts}"):
+        batch.check_experts(shape.layers, shape.experts, shape.per_token)
+
+
 def one_turn_rollout(id: str, prompt: tuple[int, ...], generation: Generation) -> Rollout:
     messages = ({"role": "user", "content": ""},)
     turn = Turn(prompt, generation, messages, starts_sequence=True)
