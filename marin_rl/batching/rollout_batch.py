@@ -209,8 +209,8 @@ class RolloutBatch:
             return
         if chosen.shape[1:] != (layers, per_token):
             raise ValueError(
-                f"the rollouts have {chosen.shape[2]} chosen experts in each of {chosen.shape[1]} layers, but the model "
-                f"uses {per_token} in {layers}; sample with this model"
+                f"the rollouts have {chosen.shape[2]} chosen experts in each of {chosen.shape[1]} layers, but the "
+                f"model uses {per_token} in {layers}; sample with this model"
             )
         wrong = ((chosen >= experts) & (chosen != no_expert(chosen.dtype))).any(axis=(1, 2))
         if wrong.any():
