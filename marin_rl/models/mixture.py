@@ -159,10 +159,7 @@ class RoutedExperts(eqx.Module):
             up.weight.rearrange((Experts, Embed, Mlp)),
             down.weight.rearrange((Experts, Mlp, Embed)),
         )
-        if jax.sharding.get_abstract_mesh().empty:
-            run = mix
-        else:
-            run = on_each_shard(mix, (by_token, by_token, by_token, in_, in_, out_), by_token)
+        run = on_each_shard(mix, (by_token, by_token, by_token, in_, in_, out_), by_token)
         return run(x.array, experts, weights, *(matrix.array for matrix in matrices))
 
 
