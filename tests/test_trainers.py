@@ -170,7 +170,8 @@ def test_other_rows_are_not_trained_on_unless_they_are_accepted(tmp_path: Path) 
         other.config, other._named = again, frozenset({"num_steps"})
         other.train(accept_changes=True)
     assert [record["step"] for record in other.metrics] == [0, 1, 2, 3, 4]
-    assert threads() == before
+    # Those of tests before this one may end meanwhile.
+    assert threads() <= before
 
 
 @pytest.mark.medium
