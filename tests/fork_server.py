@@ -10,6 +10,7 @@ writes programs only in the first process of a run, so the others would compile 
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import re
@@ -269,6 +270,7 @@ def serve() -> None:
     """Fork a program for each line of the input, and print its process id."""
     from jax._src import compiler
 
+    import marin_rl.runs.curves
     import marin_rl.sessions.session  # noqa: F401
 
     # In this module, jax uses the process id only to decide who writes to the cache.
@@ -276,6 +278,10 @@ def serve() -> None:
     # Also write the hundreds of programs that compile in milliseconds.
     write = compiler._cache_write
     compiler._cache_write = lambda key, seconds, *more: write(key, max(seconds, 1.0), *more)
+    # A program's collections would visit the objects of the imported modules, and so copy their memory, which takes
+    # half of the time of a short program.
+    gc.collect()
+    gc.freeze()
     # The kernel reaps the processes that watch programs.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:

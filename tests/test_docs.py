@@ -457,7 +457,6 @@ def records(finished_run: TinyRun, folder: Path, **changes: Any) -> list[dict[st
     """Records of two steps of a run from the weights of another."""
     started = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
         patch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
         run = make_run(folder, **started, evaluation={"tasks": 2, "greedy": False}, **changes)
         assert run.train() == 0

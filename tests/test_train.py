@@ -51,10 +51,7 @@ def test_help_fits_a_screen_and_does_not_import_jax():
 
 
 @pytest.mark.medium
-def test_training_starts_from_the_weights_of_a_finished_run(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
+def test_training_starts_from_the_weights_of_a_finished_run(finished_run: TinyRun, new_run: Callable[..., TinyRun]):
     run = new_run(
         initialize_from=str(finished_run.path),
         model=None,

@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from marin_rl.rewards.component import FunctionRewardConfig, RewardConfigError
 from marin_rl.rewards.grading import ExactConfig
 from marin_rl.runs.run_directory import OutputExistsError
 from marin_rl.utils.errors import RunDirectoryError, UserError
-from tests.tiny_run import PROBLEMS, TINY, TinyRun, make_run, outcome
+from tests.tiny_run import PROBLEMS, TINY, TinyRun, in_this_process, make_run, outcome
 
 ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, Any] = {
@@ -62,6 +62,12 @@ def threads() -> set[str]:
 
 def trainer_of(folder: Path, reward: Any = ones, **changes: Any) -> RLTrainer:
     return RLTrainer(TINY["model"], PROBLEMS, reward, run_dir=folder, **{**SETTINGS, **changes})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_runs() -> Iterator[None]:
+    with in_this_process():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +170,8 @@ def test_other_rows_are_not_trained_on_unless_they_are_accepted(tmp_path: Path) 
         other.config, other._named = again, frozenset({"num_steps"})
         other.train(accept_changes=True)
     assert [record["step"] for record in other.metrics] == [0, 1, 2, 3, 4]
-    assert threads() == before
+    # Those of tests before this one may end meanwhile.
+    assert threads() <= before
 
 
 @pytest.mark.medium

@@ -7,6 +7,7 @@ The policy is hardly larger than its vocabulary, but the task is easy: after a w
 if it contains a 1. So rewards differ within groups, and every update changes the weights and the accuracy.
 """
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -14,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,20 +117,11 @@ class TinyRun:
     def argv(self) -> list[str]:
         return ["--config", str(self.config)]
 
-    def train(self, *more: str) -> int:
-        """Run the command in this process; runs with equal settings share compiled programs."""
-        # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
-        from marin_rl.parts import rl, supervised
+    def train(self, *more: str, curves: bool = False) -> int:
+        """Run the command in this process."""
         from marin_rl.train import main
-        from marin_rl.training import loop, supervised_updates
 
-        with (
-            mock.patch.object(rl, "Learner", _learner),
-            mock.patch.object(supervised, "Learner", _learner),
-            # They would visit the objects of all tests so far, at every tenth step.
-            mock.patch.object(loop, "collect_garbage"),
-            mock.patch.object(supervised_updates, "collect_garbage"),
-        ):
+        with in_this_process(curves=curves):
             return main([*self.argv, *more])
 
     @property
@@ -147,18 +139,43 @@ class TinyRun:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
 
+@contextlib.contextmanager
+def in_this_process(*, curves: bool = False) -> Iterator[None]:
+    """Train in this process without what takes longer than the steps of a tiny run.
+
+    Runs with equal settings share a learner, and so its compiled programs. Plots are drawn only if `curves` is true.
+    """
+    # Imported late, because pytest imports this file before it installs jaxtyping's import hook.
+    from marin_rl.parts import rl, supervised
+    from marin_rl.training import loop, supervised_updates
+
+    with contextlib.ExitStack() as patches:
+        for module in (rl, supervised):
+            patches.enter_context(mock.patch.object(module, "Learner", _learner))
+        for module in (loop, supervised_updates):
+            # They would visit the objects of all tests so far, at every tenth step.
+            patches.enter_context(mock.patch.object(module, "collect_garbage"))
+        if not curves:
+            patches.enter_context(mock.patch("marin_rl.runs.curves.plot_curves"))
+        yield
+
+
 _learners: dict[str, Any] = {}
 
 
-def _learner(*settings: Any, **sizes: Any) -> Any:
+def _learner(trainer: Any, optimizer: Any, *more: Any, **sizes: Any) -> Any:
     """Return the learner of an earlier run in this process with the same settings, or build one."""
     from marin_rl.learner.train_step import Learner
 
     if sizes.get("frozen") is not None:
-        return Learner(*settings, **sizes)
-    key = repr((settings, sizes))
+        return Learner(trainer, optimizer, *more, **sizes)
+    settings = trainer, optimizer, more, sizes
+    if (optimizer.lr_schedule, optimizer.warmup) == ("constant", 0):
+        # Then the number of updates has no effect.
+        settings = *settings[:-1], {**sizes, "num_updates": None}
+    key = repr(settings)
     if key not in _learners:
-        _learners[key] = Learner(*settings, **sizes)
+        _learners[key] = Learner(trainer, optimizer, *more, **sizes)
     return _learners[key]
 
 
@@ -265,7 +282,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """An uninterrupted run that keeps all checkpoints. Tests must not change it."""
     run = make_run(tmp_path_factory.mktemp("finished"), checkpoint__keep_every=1, checkpoint__every=1)
-    assert run.train() == 0
+    assert run.train(curves=True) == 0
     return run
 
 

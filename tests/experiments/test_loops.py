@@ -7,13 +7,13 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import fork_server
 from tests.tiny_run import TinyRun
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def results(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the loops print, and the records of the commands, compiled as for users.
+    """What the loops print, and the records of the commands, with the code generator of users.
 
-    The emitters that compile the programs of the tests round equal sums differently in different programs.
+    That of the tests rounds equal sums differently in different programs.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     program = [sys.executable, "-m", "tests.experiments.loop_cases", str(tmp_path_factory.mktemp("loops"))]
-    done = subprocess.run([*program, str(finished_run.path)], env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = fork_server.run([*program, str(finished_run.path)], env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

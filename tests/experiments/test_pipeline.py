@@ -15,7 +15,7 @@ from marin_rl.config.command_line import parse_config
 from marin_rl.config.supervised_config import SftConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.utils.settings.yaml_text import to_yaml
-from tests.tiny_run import TinyRun, contents, make_run, outcome
+from tests.tiny_run import TinyRun, contents, in_this_process, make_run, outcome
 from tests.training.test_supervised_run import make as make_sft_run
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -26,7 +26,9 @@ def run(folder: Path) -> dict[str, float]:
     (folder / "sft").mkdir(parents=True, exist_ok=True)
     rows = make_sft_run(folder / "sft", num_steps=4)
     sums = make_run(folder, initialize_from=str(rows.path), warm_start__max_steps=0)
-    return pipeline(parse_config(SftConfig, rows.argv).config, parse_config(TrainConfig, sums.argv).config, folder)
+    configs = parse_config(SftConfig, rows.argv).config, parse_config(TrainConfig, sums.argv).config
+    with in_this_process():
+        return pipeline(*configs, folder)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 """The graders of experiments/tasks against other ways to compute their rewards."""
 
 import ast
+import functools
 import itertools
 import operator
 import random
@@ -233,10 +234,14 @@ def values(numbers: tuple[Fraction, ...], operations: str) -> set[Fraction]:
     return found
 
 
+make_countdown = functools.cache(countdown.make)
+"""Makes 20,000 puzzles; tests that take the same ones share them."""
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("operations", ["+-", "+-*/"])
 def test_every_puzzle_has_a_solution_by_brute_force(operations: str) -> None:
-    built = countdown.make((3, 4), 30, operations, instructions=False)
+    built = make_countdown((3, 4), 30, operations, instructions=False)
     for task in built.tasks(Split.HELD_OUT)[:60]:
         *numbers, target = map(int, re.findall("[0-9]+", task.messages[-1]["content"]))
         assert target in values(tuple(map(Fraction, numbers)), operations)
@@ -267,7 +272,7 @@ def test_other_texts_have_no_value(text: str) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("instructions", [True, False])
 def test_an_answer_has_tags_if_the_instructions_ask_for_them(instructions: bool) -> None:
-    built = countdown.make(instructions=instructions)
+    built = make_countdown((3, 4), 30, "+-*/", instructions=instructions)
     task = built.tasks(Split.TRAIN)[0]
     solution = task.worked_answer.removeprefix("<answer>").removesuffix("</answer>")
     tagged = f"<answer>{solution}</answer>"

@@ -83,11 +83,6 @@ def quick(finished_run: TinyRun) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 def error(capfd: Capture) -> str:
     """Return the error message, and check that there is no traceback."""
     text = capfd.readouterr().err

@@ -55,10 +55,8 @@ def test_full_disk_stops_the_run_without_loss(
     finished_run: TinyRun,
     disk: Path,
     new_run: Callable[..., TinyRun],
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,

@@ -38,11 +38,6 @@ def local_copy(gcs: Gcs, run: TinyRun, folder: Path) -> TinyRun:
     return TinyRun(folder, run.config)
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: False)
-
-
 def same_outcome(found: TinyRun, expected: TinyRun) -> None:
     ours, theirs = outcome(found), outcome(expected)
     assert ours.keys() == theirs.keys()
@@ -79,7 +74,7 @@ def test_run_in_a_bucket_equals_a_local_run(
     gcs: Gcs, finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = remote_run(tmp_path / "here")
-    assert run.train() == 0
+    assert run.train(curves=True) == 0
     copy = local_copy(gcs, run, tmp_path / "copy")
     same_outcome(copy, finished_run)
     assert (copy.path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -178,7 +173,6 @@ def test_failing_requests_are_repeated(
     stored_run: TinyRun,
     finished_run: TinyRun,
     tmp_path: Path,
-    no_curves: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     forget(stored, "hf/", "checkpoints/step-00000006/", "rollouts/step-00000006")
@@ -246,7 +240,6 @@ def test_torn_checkpoint_falls_back(
     stored_run: TinyRun,
     finished_run: TinyRun,
     tmp_path: Path,
-    no_curves: None,
     damage: Callable[[Gcs, str], None],
     kind: str,
     message: str,
@@ -261,7 +254,7 @@ def test_torn_checkpoint_falls_back(
 
 
 @pytest.mark.medium
-def test_resume_reads_each_byte_of_a_checkpoint_once(stored: Gcs, stored_run: TinyRun, no_curves: None) -> None:
+def test_resume_reads_each_byte_of_a_checkpoint_once(stored: Gcs, stored_run: TinyRun) -> None:
     forget(stored, "hf/")
     assert stored_run.train() == 0
     folder = f"{PREFIX}checkpoints/step-00000006/"
@@ -293,7 +286,6 @@ def test_compiled_programs_are_cached_in_a_bucket(gcs: Gcs) -> None:
 def test_process_that_lost_its_lock_ends_without_writing(
     stored: Gcs,
     stored_run: TinyRun,
-    no_curves: None,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

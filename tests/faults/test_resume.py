@@ -115,12 +115,6 @@ def test_run_killed_14_times_equals_uninterrupted_run(finished_run: TinyRun, tmp
     assert not [path for path in run.path.rglob("*") if path.name.endswith(".partial")]
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the plots, which take seconds and are not tested here."""
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 def damage(path: Path) -> None:
     """Flip one bit of a file without changing its size or time."""
     data = bytearray(path.read_bytes())
@@ -132,7 +126,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.medium
 def test_leftovers_of_a_killed_process_are_ignored_and_damaged_checkpoints_skipped_and_named(
-    finished_run: TinyRun, tmp_path: Path, no_curves: None, capfd: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted_after(finished_run, 5, tmp_path / "copy")
     for folder in (run.checkpoints / ".step-00000006.1f.partial" / "state", run.path / ".hf.partial"):
@@ -174,7 +168,6 @@ def test_run_stops_when_every_checkpoint_is_damaged(
 def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
     finished_run: TinyRun,
     tmp_path: Path,
-    no_curves: None,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -210,7 +203,7 @@ def test_interrupt_finishes_the_update_saves_and_prints_how_to_resume(
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["in_loss", "in_reward"])
 def test_resume_with_kl_penalty(
-    kind: str, finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path, no_curves: None
+    kind: str, finished_run: TinyRun, new_run: Callable[..., TinyRun], tmp_path: Path
 ) -> None:
     settings = {
         "initialize_from": str(finished_run.path),

@@ -26,10 +26,7 @@ def lake(name: str, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_curriculum_of_games_resumes_exactly(
-    new_run: Callable[..., TinyRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
+def test_curriculum_of_games_resumes_exactly(new_run: Callable[..., TinyRun], tmp_path: Path) -> None:
     parts = [
         # Eight rollouts fill the window and any score suffices, so the second part opens after two steps.
         {"environment": lake("lake3", 3), "window": 8, "unlock_at": 0.0},

@@ -351,8 +351,11 @@ def test_a_server_may_have_more_connections_than_the_usual_soft_limit():
 def accepted_options(port: int, option: int) -> list[int]:
     """Return a TCP option of the connections that this process has accepted at a port."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+    for file in Path("/proc/self/fd").iterdir():
+        # A duplicate of another file would stay open, and a program that reads from it would not end.
+        if not os.path.realpath(file).rpartition("/")[2].startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as one:
             if one.getpeername() and one.family == socket.AF_INET and one.getsockname()[1] == port:
                 found.append(one.getsockopt(socket.IPPROTO_TCP, option))
     return found

@@ -24,10 +24,6 @@ LONGER = ("--num_steps", "8", "--optimizer.lr_schedule", "linear")
 """Two more steps, with a learning rate that decays."""
 
 
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 def killed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
@@ -46,9 +42,8 @@ def longer_run(finished_run: TinyRun, folder: Path) -> TinyRun:
 
 @pytest.mark.medium
 def test_a_finished_run_goes_on_with_the_schedule_of_the_new_length(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    no_plots(monkeypatch)
     run = longer_run(finished_run, tmp_path / "longer")
     schedule = AdamConfig(learning_rate=5e-3, lr_schedule="linear", warmup=0).lr_scheduler(8)
     records = run.records()
@@ -85,10 +80,7 @@ def test_a_finished_run_goes_on_with_the_schedule_of_the_new_length(
 
 @pytest.mark.medium
 @pytest.mark.parametrize("step", [6, 7])
-def test_a_changed_run_that_is_killed_ends_as_an_uninterrupted_one(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-):
-    no_plots(monkeypatch)
+def test_a_changed_run_that_is_killed_ends_as_an_uninterrupted_one(finished_run: TinyRun, tmp_path: Path, step: int):
     expected = longer_run(finished_run, tmp_path / "longer")
     killed = interrupted_after(expected, step, tmp_path / "killed")
     # The export of the former end is still there.
@@ -106,7 +98,6 @@ def test_a_changed_run_that_is_killed_ends_as_an_uninterrupted_one(
 def test_a_change_is_not_written_if_the_run_cannot_be_opened(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    no_plots(monkeypatch)
     run = copy_of(finished_run, tmp_path / "copy")
     before = (run.path / "config.yaml").read_bytes()
     (tmp_path / "copy" / "problems.jsonl").write_text("")
@@ -173,9 +164,8 @@ def test_a_change_that_trains_no_step_is_refused_and_writes_nothing(
 
 @pytest.mark.medium
 def test_a_changed_file_of_a_complete_run_is_refused_until_the_key_is_given_or_the_run_is_longer(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    no_plots(monkeypatch)
     run = copy_of(finished_run, tmp_path / "copy")
     shutil.rmtree(run.path / "hf")
     run.config.write_text(run.config.read_text().replace("learning_rate: 0.005", "learning_rate: 0.001"))
@@ -213,10 +203,7 @@ def test_a_start_that_fails_leaves_the_config(
 
 @pytest.mark.medium
 @pytest.mark.parametrize("missing", ["hf", "hf/config.json", "hf/training_step.json", "hf/model.safetensors"])
-def test_a_finished_run_without_its_export_is_exported(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-):
-    no_plots(monkeypatch)
+def test_a_finished_run_without_its_export_is_exported(finished_run: TinyRun, tmp_path: Path, missing: str):
     run = copy_of(finished_run, tmp_path / "copy")
     path = run.path / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -231,7 +218,6 @@ def test_a_finished_run_without_its_export_is_exported(
 def test_a_new_type_of_the_export_is_exported_after_a_kill(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):
-    no_plots(monkeypatch)
     run = copy_of(finished_run, tmp_path / "copy")
     with monkeypatch.context() as patched:
         patched.setattr(place, killed)
@@ -250,16 +236,13 @@ def test_a_run_that_is_killed_at_its_end_is_plotted_and_exported(
     (run.path / "curves.png").unlink()
     with monkeypatch.context() as patched:
         patched.setattr(place, killed)
-        assert run.train() == 130
-    assert run.train() == 0
+        assert run.train(curves=True) == 130
+    assert run.train(curves=True) == 0
     assert (run.path / "curves.png").exists()
     assert exported_step(RunDirectory(run.path)) == 6
 
 
-def test_a_moved_run_resumes(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    no_plots(monkeypatch)
+def test_a_moved_run_resumes(finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     run = interrupted_after(finished_run, 5, tmp_path / "first")
     moved = TinyRun(run.path.rename(tmp_path / "moved"), run.config)
     config = str(moved.path / "config.yaml")

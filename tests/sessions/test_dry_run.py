@@ -223,11 +223,6 @@ GREEN: dict[str, Make] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 def assert_red(run: TinyRun, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Check that the dry run names a problem, changes nothing, and that the run would not start."""
     before = contents(run.path)

@@ -25,7 +25,7 @@ from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.storage import path_digest
 from marin_rl.utils.user_code import MissingPackageError
 from tests.fork_server import popen
-from tests.tiny_run import TINY, TinyRun, changed, make_run, outcome
+from tests.tiny_run import TINY, TinyRun, changed, in_this_process, make_run, outcome
 from tests.training.test_preference_run import make_run as make_dpo_run
 from tests.training.test_supervised_run import make as make_sft_run
 
@@ -142,7 +142,8 @@ class Attempts:
         """Return the exit status and the result of an attempt."""
         file, result = self.folder / "job.json", self.folder / "results" / "result.json"
         file.write_text(json.dumps({**self.job, **changes}))
-        code = main([str(file), str(result)])
+        with in_this_process():
+            code = main([str(file), str(result)])
         return code, json.loads(result.read_text())
 
 

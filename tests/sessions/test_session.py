@@ -29,7 +29,7 @@ def test_plots_that_fail_do_not_cost_the_model(
 
     monkeypatch.setattr("marin_rl.runs.curves.plot_curves", fail)
     run = new_run(num_steps=1, warm_start__max_steps=0, evaluation__tasks=0)
-    assert run.train() == 1
+    assert run.train(curves=True) == 1
     assert "no font" in capsys.readouterr().err
     assert (run.path / "hf" / "model.safetensors").is_file()
 
@@ -49,9 +49,8 @@ def test_finished_run_directory_is_complete(finished_run: TinyRun):
 
 
 def test_only_settings_without_effect_on_results_may_change_on_resume(
-    finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     again = copy_of(finished_run, tmp_path / "copy")
     harmless = {
         "checkpoint.every": "5",
@@ -140,7 +139,6 @@ def test_sigterm_during_console_write_requests_stop():
 def test_sigterm_during_blocked_step_saves_last_finished_step(
     finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     run = interrupted_after(finished_run, 3, tmp_path / "copy")
     step, graded = SingleTurnEpisode.step, 0
 
@@ -174,7 +172,6 @@ def test_sigterm_during_evaluation_saves_step_and_resume_repeats_evaluation(
     capfd: pytest.CaptureFixture[str],
     step: int,
 ):
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     run = interrupted_after(finished_run, step - 1, tmp_path / "copy")
     score, graded = SingleTurnEpisode.step, 0
 

@@ -14,7 +14,7 @@ from marin_rl.parts.rl import RunParts
 from marin_rl.training.loop import TrainingRun
 from marin_rl.training.open_run import Start, open_run
 from marin_rl.utils.settings.yaml_text import from_yaml
-from tests.tiny_run import TinyRun
+from tests.tiny_run import TinyRun, in_this_process
 
 
 def config_of(run: TinyRun) -> TrainConfig:
@@ -32,4 +32,5 @@ def reopen(
 ) -> TrainingRun:
     """Resume a run from its newest checkpoint, with some settings changed."""
     config = dataclasses.replace(config_of(run), **changes)
-    return open_run(RunParts, config, None, Start(run.path, report, accept_changes=accept_changes))
+    with in_this_process():
+        return open_run(RunParts, config, None, Start(run.path, report, accept_changes=accept_changes))

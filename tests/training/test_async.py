@@ -33,7 +33,6 @@ from tests.training.sampled_versions import each_of_one_version
 @pytest.fixture(autouse=True)
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marin_rl.distributed.ray_workers.ray_workers", thread_workers)
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
 
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:

@@ -179,9 +179,8 @@ def test_stored_evaluations_match_records(finished_run: TinyRun) -> None:
 
 @pytest.mark.medium
 def test_storing_learner_logprobs_does_not_affect_training(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
+    finished_run: TinyRun, new_run: Callable[..., TinyRun]
 ) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
     settings = {
         "initialize_from": str(finished_run.path),
         "warm_start__max_steps": 0,
@@ -369,10 +368,7 @@ def test_step_without_kept_groups_is_recorded_and_keeps_weights(finished_run: Ti
 
 
 @pytest.mark.medium
-def test_runs_are_deterministic_in_config_and_seed(
-    finished_run: TinyRun, new_run: Callable[..., TinyRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
+def test_runs_are_deterministic_in_config_and_seed(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> None:
     settings = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0, "num_steps": 1}
     one, same, other = new_run(**settings), new_run(**settings), new_run(**settings, seed=4)
     for run in (one, same, other):

@@ -39,11 +39,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 @pytest.fixture(scope="module")
 def lora_run(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """An uninterrupted run with an adapter. Tests must not change it."""

@@ -33,11 +33,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 @pytest.fixture(scope="module")
 def base(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights of a finished run, in a folder of their own."""

@@ -10,7 +10,6 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ import yaml
 from marin_rl.learner.policy_model import load_hf_policy
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from tests.tiny_run import TINY, TinyRun, changed, interrupted_after, outcome, without_timings
-from tests.tiny_run import _learner as shared_learner
+from tests.tiny_run import TINY, TinyRun, changed, in_this_process, interrupted_after, outcome, without_timings
 from tests.training_hosts import hosts, started
 
 PAIRS = [
@@ -51,19 +49,18 @@ def make_run(folder: Path, **changes: Any) -> TinyRun:
     return run
 
 
-def train(run: TinyRun, *more: str) -> int:
-    """Run the command in this process; runs with equal settings share the program of an update."""
+def train(run: TinyRun, *more: str, curves: bool = False) -> int:
+    """Run the command in this process."""
     from marin_rl.dpo import main
-    from marin_rl.parts import supervised
 
-    with mock.patch.object(supervised, "Learner", shared_learner):
+    with in_this_process(curves=curves):
         return main([*run.argv, *more])
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     run = make_run(tmp_path_factory.mktemp("dpo") / "finished")
-    assert train(run) == 0
+    assert train(run, curves=True) == 0
     return run
 
 

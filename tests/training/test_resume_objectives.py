@@ -94,11 +94,6 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
     return by_name
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "step"),

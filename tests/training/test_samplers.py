@@ -30,11 +30,6 @@ SHORT = {
 NO_START = {**SHORT, "warm_start__max_steps": 0}
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[CompletionsServer]:
     with serving(CompletionsServer()) as started:
@@ -60,10 +55,8 @@ def pair(finished_run: TinyRun, server: CompletionsServer, tmp_path_factory: pyt
     served = make_run(folder, **start, sampler=served_by(server, weights))
     loader = Loader(resolve_model(config_of(served)), weights / "current")
     server.load = loader
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("marin_rl.runs.curves.plot_curves", lambda metrics, curves: None)
-        assert own.train() == 0
-        assert served.train() == 0
+    assert own.train() == 0
+    assert served.train() == 0
     return Pair(own, served, loader, server)
 
 

@@ -20,7 +20,6 @@ import yaml
 from safetensors.numpy import load_file
 
 from marin_rl.data import dataset
-from marin_rl.parts import supervised
 from marin_rl.sessions.earlier_run import load_run, require_rl
 from marin_rl.sessions.run_export import export_run
 from marin_rl.sessions.served_policy import load_served_policy
@@ -31,10 +30,10 @@ from tests.tiny_run import (
     PROBLEMS,
     TINY,
     TinyRun,
-    _learner,
     changed,
     contents,
     copy_of,
+    in_this_process,
     interrupted_after,
     outcome,
     without_timings,
@@ -47,8 +46,8 @@ NUM_ROWS, SIZE = len(PROBLEMS), 16
 class SftRun(TinyRun):
     """A run directory and its command."""
 
-    def train(self, *more: str) -> int:
-        with mock.patch.object(supervised, "Learner", _learner):
+    def train(self, *more: str, curves: bool = False) -> int:
+        with in_this_process(curves=curves):
             return main([*self.argv, *more])
 
 
@@ -78,7 +77,7 @@ def make(folder: Path, **changes: Any) -> SftRun:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SftRun:
     """An uninterrupted run. Tests must not change it."""
     run = make(tmp_path_factory.mktemp("sft"))
-    assert run.train() == 0
+    assert run.train(curves=True) == 0
     return run
 
 
