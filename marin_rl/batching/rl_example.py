@@ -139,14 +139,14 @@ class TokenRows(eqx.Module):
         kept = parts["position", :length].flatten_axes(("answer", "position"), "position")
         return hax.concatenate(Pos.name, [prompts, kept])
 
-    def from_inputs(self, per_input: NamedArray) -> NamedArray:
-        """Align results of the model with the tokens; those of the tokens that it does not compute are 0."""
+    def from_inputs(self, per_input: NamedArray, fill: int = 0) -> NamedArray:
+        """Align results of the model with the tokens; those of the tokens that it does not compute are `fill`."""
         if self.group is None:
             return per_input
         (first, answers, length), Pos = self.group, per_input.resolve_axis("position")
         prompts, rest = per_input["position", :first], per_input["position", first:]
         parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length)))
-        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=0)
+        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=fill)
         return hax.concatenate(Pos.name, [prompts, padded.flatten_axes(("answer", "position"), "position")])
 
     @property
@@ -197,8 +197,8 @@ class RlExample(TokenRows):
     ref_kl_weights: NamedArray | None = None
     """float32, weight of each token in the exact divergence from the teacher; None without one."""
     router_weights: NamedArray | None = None
-    """float32, weight of each token in the losses of the routers of a mixture, 1 / (tokens in the batch); 0 for
-    padding. None for a dense model."""
+    """float32, weight of each token in the losses of the routers of a mixture: 1 / (tokens of the batch without the
+    last one of each sequence); 0 for these and padding. None for a dense model."""
     experts: NamedArray | None = None
     """uint8 or uint16 `{batch, position, layer, top_experts}`, the experts that the sampler's router chose when it read
     each token; the largest number of the type for padding and without a recorded choice. None if they are not
@@ -340,9 +340,11 @@ def pack_batch(
     actions = places[batch.loss_mask]
     arrays |= {name: scatter(name, actions, values) for name, values in on_loss.items()}
     if has_router:
-        # A shared prompt is computed once.
-        computed = np.unique(places)
-        arrays["router_weights"] = scatter("router_weights", computed, np.array(1 / max(computed.size, 1)))
+        # A shared prompt is read once, and the last token of a sequence in some layouts only.
+        is_read = np.ones(places.shape, bool)
+        is_read[batch.sequence_offsets[1:] - 1] = False
+        read = np.unique(places[is_read])
+        arrays["router_weights"] = scatter("router_weights", read, np.array(1 / max(read.size, 1)))
     if batch.experts is not None:
         padding["experts"] = no_expert(batch.experts.dtype)
         # A sequence without the choices of a shared prompt does not remove those of the others.

@@ -198,23 +198,20 @@ class RolloutBatch:
             return batch
         return dataclasses.replace(batch, returns=self.from_actions("returns", value_targets))
 
-    def check_experts(self, layers: int, experts: int, per_token: int) -> None:
-        """Check that the chosen experts are those of a model with these sizes.
+    def check_experts(self, count: int) -> None:
+        """Check that the chosen experts exist in a model with `count` experts. Twice the same one has both weights.
 
         Raises:
-            ValueError: if they are not; an expert that does not exist is named with its rollout.
+            ValueError: if one does not exist, or a token has a choice in a part of its places; names the rollout.
         """
-        chosen = self.experts
-        if chosen is None:
+        if self.experts is None:
             return
-        if chosen.shape[1:] != (layers, per_token):
-            raise ValueError(
-                f"the rollouts have {chosen.shape[2]} chosen experts in each of {chosen.shape[1]} layers, but the "
-                f"model uses {per_token} in {layers}; sample with this model"
-            )
-        wrong = ((chosen >= experts) & (chosen != no_expert(chosen.dtype))).any(axis=(1, 2))
+        is_none = self.experts == no_expert(self.experts.dtype)
+        wrong = ((self.experts >= count) & ~is_none) | (is_none != is_none[..., :1])
         if wrong.any():
-            raise self._error(wrong, f"a token has an expert that is not one of the model's {experts}")
+            tokens = wrong.any(axis=(1, 2))
+            found = self.experts[np.argmax(tokens)]
+            raise self._error(tokens, f"a token has the experts {found.tolist()}, but the model has {count}")
 
     def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
         """Return the indices of the tokens of some rollouts, which are given by their indices."""

@@ -155,6 +155,11 @@ class TrainConfig(AbstractRunConfig):
         return self.routing_replay is not None
 
     @property
+    def samples_experts(self) -> bool:
+        """Whether the sampler returns the experts that it chose."""
+        return self.routing_replay is RoutingReplay.ROLLOUT
+
+    @property
     def temperature(self) -> float:
         """Temperature of the policy's log-probabilities."""
         return self.sampling.temperature

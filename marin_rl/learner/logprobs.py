@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, TokenRows, to_predictors, to_tokens
+from marin_rl.batching.rollout_batch import no_expert
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
 from marin_rl.learner.blocks import (
     Block,
@@ -97,7 +98,7 @@ def activations_and_routing(
     activations, experts, routing = routed_activations(
         with_routing(model, **own), input_ids, batch.attention_mask, position_ids
     )
-    return batch.from_inputs(activations), batch.from_inputs(experts), routing
+    return batch.from_inputs(activations), batch.from_inputs(experts, no_expert(experts.dtype)), routing
 
 
 def learner_logprobs(

@@ -19,6 +19,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from haliax.nn.scan import BlockSeq
 from haliax.partitioning import physical_axis_name
+from haliax.util import ensure_tuple
 from jaxtyping import Array, Bool, Float, Float32, Int
 from levanter.models.llama import LlamaMlp
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -144,7 +145,7 @@ class RoutedExperts(eqx.Module):
         gate, up, down, activation = _weights(self.block)
         Mlp = gate.Out
         axes, splits_experts = x.axes[:-1], physical_axis_name(Experts)
-        summed = [name for name in (splits_experts, physical_axis_name(Mlp)) if name is not None]
+        summed = (*ensure_tuple(splits_experts or ()), *ensure_tuple(physical_axis_name(Mlp) or ()))
 
         def mix(x: Array, experts: Array, weights: Array, *matrices: Array) -> Array:
             first = 0 if splits_experts is None else jax.lax.axis_index(splits_experts) * matrices[0].shape[0]
@@ -266,10 +267,10 @@ def sorted_mixture(
     group = jnp.where(is_own, experts, len(gate)).reshape(-1)
     order = jnp.argsort(group)
     sizes = jnp.bincount(group, length=len(gate) + 1)[:-1].astype(jnp.int32)
-    rows = x[order // top]
+    rows = jnp.where((group[order] < len(gate))[:, None], x[order // top], 0)
     hidden = activation(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
     outputs = jax.lax.ragged_dot(hidden, down, sizes)
-    # Rows in no group are not computed, and may hold anything.
+    # Rows in no group are not computed, and may hold anything, as may their cotangents.
     by_choice = outputs[jnp.argsort(order)].reshape(count, top, -1)
     by_choice = jnp.where(is_own[..., None], by_choice, 0)
     return jnp.einsum("tkd,tk->td", by_choice, weights)

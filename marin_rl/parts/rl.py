@@ -242,7 +242,7 @@ class RunParts(AbstractModelParts):
             weight_poll=weight_poll,
             trainer=self.trainer,
             call_seconds=call_seconds,
-            experts=self.config.routing_replay is RoutingReplay.ROLLOUT,
+            experts=self.config.samples_experts,
         )
 
     # The learner.

@@ -143,7 +143,9 @@ class RunShapes:
     @functools.cached_property
     def sizes(self) -> SamplerSizes:
         """Sizes of the sampler."""
-        return sampler_sizes(self.rl.sampling, self.rl.rollouts.max_length, self.trainer)
+        return sampler_sizes(
+            self.rl.sampling, self.rl.rollouts.max_length, self.trainer, experts=self.rl.samples_experts
+        )
 
     @functools.cached_property
     def sampler_programs(self) -> SamplerPrograms:

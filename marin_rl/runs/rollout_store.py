@@ -61,7 +61,7 @@ class RolloutStoreConfig(ConfigSection):
     them; their `not_trained` is `stale`."""
     experts: bool = False
     """Also store the experts that the router of a mixture of experts chose when it sampled, so that a replay can route
-    by them. A token needs (layers with experts) · (experts per token) bytes, twice as many with more than 256 experts,
+    by them. A token needs (layers with experts) · (experts per token) bytes, twice as many with more than 255 experts,
     before compression."""
 
     def stores(self, step: int, purpose: str = TRAINING) -> bool:

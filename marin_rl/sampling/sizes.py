@@ -19,6 +19,7 @@ from haliax.partitioning import ResourceAxis, ResourceMapping, pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.models.lm_model import LmConfig
 
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.sampling.attention import AttentionForm, CacheAxes, attention_form
 from marin_rl.sampling.cached_model import cache_axes
 from marin_rl.sampling.config import SamplingConfig
@@ -152,8 +153,12 @@ def check_cache_size(model: LmConfig, sizes: SamplerSizes, config: SamplingConfi
     Raises:
         ValueError: if it exceeds `config.max_cache_gib`.
     """
-    elements = sum(math.prod(axis.size for axis in array) for layer in sizes.cache_axes(model) for array in layer)
+    layers = sizes._replace(experts=False).cache_axes(model)
+    elements = sum(math.prod(axis.size for axis in array) for layer in layers for array in layer)
     gib = elements * sizes.dtype.itemsize / (sizes.shards * sizes.head_shards) / 2**30
+    if sizes.experts and (mixture := mixture_shape(model)) is not None:
+        choices = sizes.slots * sizes.context * mixture.layers * mixture.per_token
+        gib += choices * mixture.dtype.itemsize / sizes.shards / 2**30
     if config.max_cache_gib is not None and gib > config.max_cache_gib:
         raise ValueError(
             f"the KV cache of {config.max_seqs} sequences (sampling.max_seqs) of {sizes.context} tokens takes "

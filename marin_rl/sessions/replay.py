@@ -27,7 +27,6 @@ from levanter.trainer_state import TrainerState
 from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.command_line import Arguments, parse_arguments
 from marin_rl.config.input_files import digest_inputs
-from marin_rl.config.sections import RoutingReplay
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.learner.scoring import Scores
@@ -312,7 +311,8 @@ def _make_builder(
 
     needs_own = config.off_policy_correction.needs_sampling_logprobs
     score: ScoreFunction = functools.partial(_stored_scores, stored.scores, "learner_logprobs")
-    if (needs_own and lacks("learner_logprobs")) or (config.critic is not None and lacks("values")):
+    lacks_scores = (needs_own and lacks("learner_logprobs")) or (config.critic is not None and lacks("values"))
+    if lacks_scores or parts.scores_experts:
         score = parts.score
     score_reference: ScoreReference | None = None
     if config.needs_reference:
@@ -434,7 +434,7 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
     else:
         policy = parts.first_policy()
     vocab_size = parts.assemble(policy).vocab_size
-    mixture = mixture_shape(parts.model) if config.routing_replay is RoutingReplay.ROLLOUT else None
+    mixture = mixture_shape(parts.model) if config.samples_experts else None
     sizes = config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size
     groups = make_groups(shape, *sizes, config.seed, mixture)
     reference, learner = None, parts.learner

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float32, Float64, Int64
 
 from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
-from marin_rl.config.sections import RoutingReplay
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
 from marin_rl.models.mixture import mixture_shape
@@ -121,10 +120,7 @@ class BatchBuilder:
             nothing = batch_rollouts([], max_length=self.config.rollouts.max_length)
             return TrainingBatch(nothing, {}, {"groups/no_signal": float(len(groups))})
         with timer.phase("batch"):
-            replays = self.config.routing_replay is RoutingReplay.ROLLOUT
-            sampled = batch_rollouts(graded, max_length=self.config.rollouts.max_length, experts=replays)
-            if (mixture := mixture_shape(self.parts.model)) is not None:
-                sampled.check_experts(mixture.layers, mixture.experts, mixture.per_token)
+            sampled = self._sampled(graded)
         with timer.phase("reference"):
             scored, learner_logprobs = self._score(StepToScore(sampled, graded, model, average), step)
             corrected, mismatch = self._correct(scored, learner_logprobs)
@@ -158,6 +154,26 @@ class BatchBuilder:
             metrics["groups/no_signal"] = float(len(groups) - learning)
             stored = self._stored_advantages(scored, learner_logprobs, advantages)
         return TrainingBatch(batch, stored, metrics, mismatch)
+
+    def _sampled(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
+        """Return the tokens of rollouts, with their experts if the updates use these.
+
+        Raises:
+            ValueError: if a rollout has none, or those of another model.
+        """
+        max_length, mixture = self.config.rollouts.max_length, mixture_shape(self.parts.model)
+        if not self.config.samples_experts or mixture is None:
+            return batch_rollouts(rollouts, max_length=max_length)
+        for rollout in rollouts:
+            for found in (turn.generation.experts for turn in rollout.turns if turn.generation.experts is not None):
+                if (found.dtype, *found.shape[1:]) != (mixture.dtype, mixture.layers, mixture.per_token):
+                    raise ValueError(
+                        f"rollout {rollout.id}: {found.shape[2]} experts of a token in {found.shape[1]} layers, as "
+                        f"{found.dtype}, but the model uses {mixture.per_token} in {mixture.layers}, as {mixture.dtype}"
+                    )
+        batch = batch_rollouts(rollouts, max_length=max_length, experts=True)
+        batch.check_experts(mixture.experts)
+        return batch
 
     def minibatches(self, batch: RolloutBatch, step: int) -> Iterator[PackedBatch]:
         """Yield the batches of a step's updates; every epoch contains each rollout once, in a different order.

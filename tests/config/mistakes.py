@@ -415,7 +415,11 @@ LEVANTER: dict[str, Mistake] = {
     ),
     "experts": _of(
         "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]",
-        "has experts and mlp, which the same",
+        "trainer splits experts and mlp over the mesh axis model",
+    ),
+    "experts over rows": _of(
+        "--model.type mixtral --trainer.axis_resources '{experts: data}'",
+        "trainer splits experts and batch over the mesh axis data",
     ),
     "positions of gpt2": _of(
         "--model '{type: gpt2, embed_pdrop: 0, resid_pdrop: 0, attn_pdrop: 0}' "

@@ -77,6 +77,7 @@ def logprobs_with(name: str, model: Any, experts: np.ndarray | None) -> tuple[np
     return np.asarray(logprobs), np.asarray(used), {key: float(metric.value()) for key, metric in metrics.items()}
 
 
+@pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")  # levanter's blocks call it
 def test_the_model_is_levanters(name: str, model: Any, trainer) -> None:
     """Activations and balancing loss, with all tokens and without replay."""
     example = tiny.make_example()
@@ -134,10 +135,11 @@ def test_padding_and_microbatches_do_not_change_the_statistics(name: str, model:
         tokens[key] = np.count_nonzero(weights)
         run = jax.jit(lambda part: activations_and_routing(model, part)[2])
         sums[key] = jax.tree.map(lambda *parts: sum(parts), *map(run, packed.microbatches))
-        assert sums[key].weight[0] <= 1
+        assert sums[key].weight[0] == pytest.approx(1)
         np.testing.assert_allclose(sums[key].loads.sum(-1), sums[key].weight * shape_of(name).per_token, rtol=1e-5)
         np.testing.assert_allclose(sums[key].probabilities.sum(-1), sums[key].weight, rtol=1e-5)
-    assert tokens == {"alone": 24, "shared": 16}
+    # The last token of each sequence is not read.
+    assert tokens == {"alone": 21, "shared": 13}
 
 
 def test_meshes_that_split_experts_change_nothing(tmp_path: Path, trainer) -> None:
@@ -176,12 +178,12 @@ def test_experts_that_the_model_lacks_are_refused(name: str) -> None:
     shape = shape_of(name)
     experts = np.full((4, shape.layers, shape.per_token), 255, np.uint8)
     batch = dataclasses.replace(tiny.one_sequence([1, 2, 3, 4], 2), experts=experts)
-    batch.check_experts(shape.layers, shape.experts, shape.per_token)
-    with pytest.raises(ValueError, match="rollouts have 2 chosen experts in each of 2 layers"):
-        batch.check_experts(shape.layers + 1, shape.experts, shape.per_token)
-    experts[2, 1, 0] = shape.experts
-    with pytest.raises(ValueError, match=f"rollout test: a token has an expert that is not one of .* {shape.experts}"):
-        batch.check_experts(shape.layers, shape.experts, shape.per_token)
+    batch.check_experts(shape.experts)
+    # One that does not exist, and a choice in one of two places.
+    for wrong in ([shape.experts, 0], [255, 1]):
+        experts[2, 1] = wrong
+        with pytest.raises(ValueError, match="rollout test: a token has the experts"):
+            batch.check_experts(shape.experts)
 
 
 def one_turn_rollout(id: str, prompt: tuple[int, ...], generation: Generation) -> Rollout:

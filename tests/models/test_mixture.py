@@ -72,6 +72,44 @@ def test_gradients_of_both_forms_are_equal():
         np.testing.assert_allclose(dense, in_groups, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.medium
+def test_rows_in_no_group_may_hold_anything(monkeypatch: pytest.MonkeyPatch):
+    """Some kernels do not write rows of experts of other devices, in the backward pass either."""
+    real = jax.lax.ragged_dot
+
+    def in_groups(rows, sizes):
+        return (jnp.arange(len(rows)) < sizes.sum())[:, None]
+
+    @jax.custom_vjp
+    def leaves_rows(rows, matrices, sizes):
+        return jnp.where(in_groups(rows, sizes), real(rows, matrices, sizes), jnp.nan)
+
+    def forward(rows, matrices, sizes):
+        return leaves_rows(rows, matrices, sizes), (rows, matrices, sizes)
+
+    def backward(inputs, cotangent):
+        rows, matrices, sizes = inputs
+        has_group = in_groups(rows, sizes)
+        # Reads the rows in groups only.
+        pull = jax.vjp(lambda *both: real(*both, sizes), jnp.where(has_group, rows, 0), matrices)[1]
+        of_rows, of_matrices = pull(jnp.where(has_group, cotangent, 0))
+        return jnp.where(has_group, of_rows, jnp.nan), of_matrices, None
+
+    leaves_rows.defvjp(forward, backward)
+    x, chosen, weights, *matrices = (jnp.asarray(array) for array in arrays(9, 2, 0))
+    own = [matrix[2:5] for matrix in matrices]
+
+    def gradients(form):
+        return jax.grad(
+            lambda *args: jnp.sum(form(args[0], chosen - 2, *args[1:], activation=jnp.tanh) ** 2), range(5)
+        )(x, weights, *own)
+
+    expected = gradients(dense_mixture)
+    monkeypatch.setattr(jax.lax, "ragged_dot", leaves_rows)
+    for found, array in zip(gradients(sorted_mixture), expected, strict=True):
+        np.testing.assert_allclose(found, array, rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=50, deadline=None)
 @given(normalizes=st.booleans(), seed=st.integers(0, 1000), given_share=st.sampled_from([0.0, 0.5, 1.0]))
 def test_weights_are_the_probabilities_of_the_chosen_experts(normalizes: bool, seed: int, given_share: float):

@@ -54,6 +54,16 @@ QUIET: dict[str, Any] = {"rollouts__prompts_per_step": 1, "rollouts__group_size"
 """Steps of one group, whose rewards are often equal, so that there is no update."""
 
 
+KINDS = {
+    "ppo": PPO,
+    "gspo": GSPO,
+    "exact": EXACT,
+    "mixture": MIXTURE | SEVERAL_UPDATES,
+    "recompute": MIXTURE | SEVERAL_UPDATES | {"routing_replay": "recompute"},
+    "quiet": QUIET,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """An uninterrupted run."""
@@ -75,13 +85,10 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     def by_name(name: str) -> Trained:
         if name not in trained:
+            start = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0}
             settings = {
-                **(
-                    {} if name == "mixture" else {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0}
-                ),
-                **{"ppo": PPO, "gspo": GSPO, "exact": EXACT, "mixture": MIXTURE | SEVERAL_UPDATES, "quiet": QUIET}[
-                    name
-                ],
+                **({} if name in ("mixture", "recompute") else start),
+                **KINDS[name],
                 "num_steps": STEPS,
                 "evaluation": {"every": 2, "tasks": 4, "greedy": False},
                 "checkpoint": {"every": 1, "keep_every": 1},
