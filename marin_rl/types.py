@@ -38,7 +38,10 @@ import enum
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Record = TypeVar("Record")
 
@@ -166,6 +169,10 @@ class Task:
             raise ValueError(f"Task {self.id!r} has no messages; a prompt needs at least one")
 
 
+EXPERT_DTYPES = ("uint8", "uint16")
+"""Types of the arrays of chosen experts."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """The tokens that the sampler produced in one call, with their log-probabilities."""
@@ -181,6 +188,13 @@ class Generation:
     """Version of the weights that produced the first token."""
     last_version: WeightVersion
     """Version of the weights that produced the last token; never less than `first_version`."""
+    experts: "np.ndarray | None" = dataclasses.field(default=None, compare=False)
+    """`[positions, layers, experts_per_token]`, uint8 or uint16, the experts that the router chose for the tokens of
+    the context except the last: prompt, then sampled. `layers` are those with experts. The largest value of the type
+    marks "no recorded choice". None if the sampler does not report them.
+
+    In a [`Turn`][marin_rl.types.Turn], only the rows that no earlier turn of its sequence has: without those of the
+    context before the previous turn's last token."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -195,6 +209,11 @@ class Generation:
         if self.last_version < self.first_version:
             raise ValueError(
                 f"Generation: last_version {self.last_version} is older than first_version {self.first_version}"
+            )
+        if self.experts is not None and (self.experts.ndim != 3 or self.experts.dtype not in EXPERT_DTYPES):
+            raise ValueError(
+                f"Generation: experts is {self.experts.dtype} of shape {self.experts.shape}, expected uint8 or uint16 "
+                "of shape [positions, layers, experts_per_token]"
             )
 
 

@@ -3,13 +3,25 @@
 
 """A sampler with scripted replies, for tests."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from marin_rl.sampling.sampler import SampledTokens, Sampler, SampleRequest
 from marin_rl.types import Generation, StopReason, WeightVersion
 
 Script = Mapping[tuple[int, ...], Sequence[int]] | Callable[[SampleRequest], Sequence[int]]
 """Reply tokens by prompt tokens, or a function from the request to the reply tokens."""
+
+
+def experts_of(tokens: Sequence[int]) -> np.ndarray:
+    """Return a choice of 3 experts in each of 2 layers for each token; it depends on the tokens before, too."""
+    digest, rows = hashlib.sha256(), []
+    for token in tokens:
+        digest.update(f"{token} ".encode())
+        rows.append([byte % 255 for byte in digest.digest()[:6]])
+    return np.array(rows, np.uint8).reshape(len(rows), 2, 3)
 
 
 class BatchSampler(Sampler):
@@ -84,6 +96,7 @@ class ScriptedSampler(BatchSampler):
         logprob: float = -1.0,
         version: WeightVersion = 0,
         batch_size: int = 1_000_000,
+        experts: bool = False,
     ) -> None:
         """Create the sampler.
 
@@ -93,8 +106,10 @@ class ScriptedSampler(BatchSampler):
             logprob: log-probability (nats) of every token, at most 0.
             version: weight version of the generations.
             batch_size: number of requests that are answered together.
+            experts: whether to report the experts that `experts_of` chooses.
         """
         self.version = version
+        self._experts = experts
         super().__init__(batch_size)
         self.requests: list[SampleRequest] = []
         self._script = script
@@ -133,6 +148,7 @@ class ScriptedSampler(BatchSampler):
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             first_version=self.version,
             last_version=self.version,
+            experts=experts_of((*request.prompt_tokens, *tokens)[:-1]) if self._experts else None,
         )
 
     def _reply(self, request: SampleRequest) -> Sequence[int]:
@@ -144,7 +160,7 @@ class ScriptedSampler(BatchSampler):
 
 
 class TokenSampler(BatchSampler):
-    """Samples one token of every request in each call; token i of prompt `[p]` is p + i.
+    """Samples one token of every request in each call; token i of prompt `[p]` is p + i, with chosen experts.
 
     >>> sampler = TokenSampler(length=2)
     >>> [generation] = sampler.sample([SampleRequest((7,), seed=0, max_new_tokens=2)])
@@ -203,6 +219,9 @@ class TokenSampler(BatchSampler):
         self._running = {number: one for number, one in self._running.items() if one.conversation != conversation}
 
     def _sampled(self, number: int, start: int) -> SampledTokens:
-        first, count = self._running[number].prompt_tokens[0], self._counts[number]
-        tokens = tuple(range(first + start, first + count))
-        return SampledTokens(tokens, (-1.0,) * len(tokens), 0, (count - 1) // self._tokens_per_version)
+        prompt, count = self._running[number].prompt_tokens, self._counts[number]
+        tokens = tuple(range(prompt[0] + start, prompt[0] + count))
+        experts = experts_of((*prompt, *range(prompt[0], prompt[0] + count))[:-1])
+        # The first part has those of the prompt, too.
+        experts = experts[len(prompt) + start - 1 :] if start else experts
+        return SampledTokens(tokens, (-1.0,) * len(tokens), 0, (count - 1) // self._tokens_per_version, experts)

@@ -31,6 +31,7 @@ from marin_rl.config.command_line import merge_layers, parse_config, read_argume
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import EnvironmentConfig, Split
 from marin_rl.environments.dataset import JsonlConfig
+from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.objectives.advantage_inputs import AdvantageConfig
 from marin_rl.objectives.policy_loss import PolicyLossConfig
 from marin_rl.pods.chips import parse_topology
@@ -44,6 +45,7 @@ from marin_rl.sessions.command import TRAIN_FLAGS
 from marin_rl.sessions.recipes import config_class, config_class_of
 from marin_rl.sessions.replay import parse_shape
 from marin_rl.utils.devices.slice_names import parse_slice
+from marin_rl.utils.levanter_line import ONLY_NEW
 from marin_rl.utils.settings.decode import decode
 from marin_rl.utils.settings.section_types import ConfigError, field_types, plain_type, section_of
 from marin_rl.utils.settings.yaml_text import parse_yaml
@@ -584,6 +586,12 @@ def test_episodes_include_dropped_groups(everything: list[dict[str, Any]]) -> No
         assert record["episode"] == 4 * played
     assert any(record["filter/dropped_zero_spread"] for record in everything[1:])
     assert any(record["filter/replaced"] > 0 for record in everything[1:])
+
+
+def test_the_table_of_architectures_lists_those_of_either_line() -> None:
+    page = (ROOT / "docs" / "pages" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## Architectures")[2].partition("\n\nAnything else")[0]
+    assert set(re.findall(r"(?m)^\| `(\w+)` \|", table)) == {*MODEL_TYPES, *ONLY_NEW}
 
 
 @pytest.mark.medium

@@ -4,9 +4,11 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from marin_rl.types import (
@@ -88,6 +90,30 @@ def test_versions_do_not_decrease():
     with pytest.raises(ValueError, match="last_version 2 is older than first_version 3"):
         generation(last_version=2)
     assert generation(last_version=4).last_version == 4
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        np.zeros((3, 2), np.uint8),
+        np.zeros((3, 2, 2), np.int8),
+        np.zeros((3, 2, 2), np.int64),
+        np.zeros((3, 2, 2), ">u2"),
+        np.zeros((1, 3, 2, 2), np.uint16),
+    ],
+)
+def test_experts_have_three_axes_and_a_small_type(experts: np.ndarray):
+    message = (
+        f"experts is {experts.dtype} of shape {experts.shape}, expected uint8 or uint16 of shape [positions, layers"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generation(experts=experts)
+
+
+def test_experts_do_not_distinguish_generations():
+    one, other = (generation(experts=np.full((3, 2, 2), value, np.uint8)) for value in (0, 1))
+    assert one == other == generation()
+    assert hash(one) == hash(other)
 
 
 @pytest.mark.parametrize("record", [TASK, generation(), turn(), rollout(), RolloutGroup("g", [])])

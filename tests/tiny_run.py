@@ -76,6 +76,13 @@ TINY: dict[str, Any] = {
 }
 """The config as in a YAML file, without `run_dir` and `environment.path`."""
 
+MIXTURE: dict[str, Any] = {
+    "model": {**TINY["model"], "type": "mixtral", "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "routing_replay": "rollout",
+    "rollout_store": {"experts": True},
+}
+"""A mixture of experts; the experts that sampled every token are stored."""
+
 PROBLEMS = [
     {"prompt": f"{a}x{b}", "answer": "1", "worked_answer": str(a * b)} for a in range(2, 10) for b in range(2, 10)
 ]

@@ -22,7 +22,7 @@ class ProcessedRollout:
     Most rollouts are one sequence. If the chat template rewrites the history, a rollout has several sequences and is
     still counted as one rollout. Entry `t` of every array belongs to token `t`. A run trains on
     [`RolloutBatch`][marin_rl.batching.rollout_batch.RolloutBatch], which holds the tokens of many rollouts without
-    padding.
+    padding, and can hold the chosen experts.
     """
 
     source: str

@@ -25,7 +25,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
-from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.batching.rollout_batch import RolloutBatch, no_expert
 from marin_rl.objectives.aggregation import AggregationConfig
 from marin_rl.utils.levanter_line import lm_example
 
@@ -46,7 +46,12 @@ PER_TOKEN_DTYPES = {
     "values": jnp.float32,
     "returns": jnp.float32,
 }
-OPTIONAL_DTYPES = {"prompt_segment_ids": jnp.int32, "ce_weights": jnp.float32, "ref_kl_weights": jnp.float32}
+OPTIONAL_DTYPES = {
+    "prompt_segment_ids": jnp.int32,
+    "ce_weights": jnp.float32,
+    "ref_kl_weights": jnp.float32,
+    "router_weights": jnp.float32,
+}
 NO_ROLLOUT = -1
 """Rollout id of padding and shared prompts."""
 _ON_LOSS = ("policy_logprobs", "reference_logprobs", "values", "advantages", "returns", "importance_weights")
@@ -134,14 +139,14 @@ class TokenRows(eqx.Module):
         kept = parts["position", :length].flatten_axes(("answer", "position"), "position")
         return hax.concatenate(Pos.name, [prompts, kept])
 
-    def from_inputs(self, per_input: NamedArray) -> NamedArray:
-        """Align results of the model with the tokens; those of the tokens that it does not compute are 0."""
+    def from_inputs(self, per_input: NamedArray, fill: int = 0) -> NamedArray:
+        """Align results of the model with the tokens; those of the tokens that it does not compute are `fill`."""
         if self.group is None:
             return per_input
         (first, answers, length), Pos = self.group, per_input.resolve_axis("position")
         prompts, rest = per_input["position", :first], per_input["position", first:]
         parts = rest.unflatten_axis("position", (Axis("answer", answers), Axis("position", length)))
-        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=0)
+        padded = hax.pad(parts, {"position": (0, 1)}, constant_values=fill)
         return hax.concatenate(Pos.name, [prompts, padded.flatten_axes(("answer", "position"), "position")])
 
     @property
@@ -160,7 +165,7 @@ class TokenRows(eqx.Module):
 
 
 class RlExample(TokenRows):
-    """One microbatch of rollouts. All arrays are `{batch, position}` and aligned with tokens.
+    """One microbatch of rollouts. All arrays but `experts` are `{batch, position}`; all are aligned with tokens.
 
     A row contains one or several sequences, one segment each. If sequences share a prompt, it is a separate segment,
     before theirs, which start with a copy of the prompt's last token: every token is predicted by the position before
@@ -191,6 +196,13 @@ class RlExample(TokenRows):
     """float32, weight of each token in the cross-entropy, on the loss mask or off it; None without cross-entropy."""
     ref_kl_weights: NamedArray | None = None
     """float32, weight of each token in the exact divergence from the teacher; None without one."""
+    router_weights: NamedArray | None = None
+    """float32, weight of each token in the losses of the routers of a mixture: 1 / (tokens of the batch without the
+    last one of each sequence); 0 for these and padding. None for a dense model."""
+    experts: NamedArray | None = None
+    """uint8 or uint16 `{batch, position, layer, top_experts}`, the experts that the sampler's router chose when it read
+    each token; the largest number of the type for padding and without a recorded choice. None if they are not
+    collected. A shared prompt has those of one of its sequences."""
 
     def __check_init__(self) -> None:
         leaves = self.arrays()
@@ -198,13 +210,18 @@ class RlExample(TokenRows):
             return  # a transformed tree with other leaves, as inside jax.tree.map
         axes = self.input_ids.axes
         for name, leaf in leaves.items():
-            if leaf.axes != axes:
+            expected = (*axes, *leaf.axes[-2:]) if name == "experts" else axes
+            if leaf.axes != expected:
                 raise ValueError(f"RlExample: {name} has axes {leaf.axes}, input_ids has {axes}")
 
     def arrays(self) -> dict[str, NamedArray]:
         """Return the arrays by name."""
         # `getattr` of an `eqx.Module` takes long.
         return {name: array for name, array in vars(self).items() if name != "group" and array is not None}
+
+    def for_other_model(self) -> "RlExample":
+        """Return the batch for another model than the policy, whose routers choose their own experts."""
+        return dataclasses.replace(self, experts=None, router_weights=None)
 
     @property
     def scored_mask(self) -> NamedArray:
@@ -231,16 +248,18 @@ class PackedBatch:
     num_loss_tokens: int
     """Number of loss tokens."""
 
-    def unpack(self, values: Shaped[np.ndarray, "microbatches rows tokens_per_row"]) -> Shaped[np.ndarray, " tokens"]:
+    def unpack(
+        self, values: Shaped[np.ndarray, "microbatches rows tokens_per_row *more"]
+    ) -> Shaped[np.ndarray, "tokens *more"]:
         """Gather per-token values from all positions of the microbatches, in the order of the `RolloutBatch`.
 
         Raises:
             ValueError: if the shape of the array differs from that of the microbatches.
         """
         shape = (len(self.microbatches), self.layout.rows_per_microbatch, self.layout.tokens_per_row)
-        if values.shape != shape:
+        if values.shape[:3] != shape:
             raise ValueError(f"unpack got an array of shape {values.shape}; this batch has {shape}")
-        return values.reshape(-1)[self.places]
+        return values.reshape(-1, *values.shape[3:])[self.places]
 
     @property
     def num_tokens(self) -> int:
@@ -264,6 +283,7 @@ def pack_batch(
     own_rows: OwnRows | None = None,
     ce_mask: Bool[np.ndarray, " tokens"] | None = None,
     ref_kl_mask: Bool[np.ndarray, " tokens"] | None = None,
+    has_router: bool = False,
 ) -> PackedBatch:
     """Pack rollouts into microbatches of a fixed shape.
 
@@ -281,6 +301,7 @@ def pack_batch(
             1 / (number of these tokens in the batch), so the cross-entropy is the mean over them. None without
             cross-entropy.
         ref_kl_mask: the same for the exact divergence from the teacher.
+        has_router: whether the model is a mixture of experts, whose losses need `router_weights`.
 
     Returns:
         The microbatches, and the slot of each sequence.
@@ -310,19 +331,33 @@ def pack_batch(
     rows = slice(None) if own_rows is None else own_rows(layout.rows_per_microbatch)
 
     def scatter(name: str, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-        dtype = (PER_TOKEN_DTYPES | OPTIONAL_DTYPES)[name]
-        array = np.full(math.prod(shape), padding.get(name, 0), dtype)
+        dtype, more = (PER_TOKEN_DTYPES | OPTIONAL_DTYPES).get(name, values.dtype), values.shape[1:]
+        array = np.full((math.prod(shape), *more), padding.get(name, 0), dtype)
         array[indices] = values
-        return array.reshape(shape)[:, rows]
+        return array.reshape(*shape, *more)[:, rows]
 
     arrays = {name: scatter(name, places, values) for name, values in on_tokens.items()}
     actions = places[batch.loss_mask]
     arrays |= {name: scatter(name, actions, values) for name, values in on_loss.items()}
-    axes = (Axis("batch", arrays["input_ids"].shape[1]), Axis("position", layout.tokens_per_row))
+    if has_router:
+        # A shared prompt is read once, and the last token of a sequence in some layouts only.
+        is_read = np.ones(places.shape, bool)
+        is_read[batch.sequence_offsets[1:] - 1] = False
+        read = np.unique(places[is_read])
+        arrays["router_weights"] = scatter("router_weights", read, np.array(1 / max(read.size, 1)))
+    if batch.experts is not None:
+        padding["experts"] = no_expert(batch.experts.dtype)
+        # A sequence without the choices of a shared prompt does not remove those of the others.
+        is_recorded = (batch.experts != padding["experts"]).any(axis=(1, 2))
+        arrays["experts"] = scatter("experts", places[is_recorded], batch.experts[is_recorded])
+    names = ("batch", "position", "layer", "top_experts")
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
         RlExample(
-            **{name: NamedArray(cast(jax.Array, array[index]), axes) for name, array in arrays.items()},
+            **{
+                name: NamedArray(cast(jax.Array, array[index]), tuple(map(Axis, names, array.shape[1:])))
+                for name, array in arrays.items()
+            },
             group=layout.group,
         )
         for index in range(shape[0])

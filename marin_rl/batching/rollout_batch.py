@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped
+from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped, UInt
 
 from marin_rl.objectives.advantage_inputs import split
-from marin_rl.types import Rollout
+from marin_rl.types import EXPERT_DTYPES, Rollout
 
 NO_TURN = -1
 """Turn id of tokens that were not sampled."""
@@ -28,6 +28,16 @@ TOKEN_ARRAYS = {
     "importance_weights": np.float64,
 }
 """The arrays of a `RolloutBatch` over tokens, and their types."""
+Experts = UInt[np.ndarray, "tokens layers experts_per_token"]
+"""Experts that the router chose for each token, in each layer with experts; uint8 or uint16."""
+
+
+def no_expert(dtype: np.dtype) -> int:
+    """Return the number that marks "no recorded choice" in an array of experts: the largest of its type.
+
+    The learner then routes the token itself.
+    """
+    return int(np.iinfo(dtype).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,9 @@ class RolloutBatch:
     """Regression targets of the critic; 0 outside the loss mask and without a critic."""
     importance_weights: Float64[np.ndarray, " tokens"]
     """Off-policy correction of the policy term, 1 without a correction; 0 outside the loss mask."""
+    experts: Experts | None = None
+    """Experts that the sampler's router chose when it read each token; `no_expert` if it recorded no choice, and for
+    the last token of a sequence, which it does not read. None if they are not collected."""
 
     def __post_init__(self) -> None:
         shape = (int(self.token_offsets[-1]),)
@@ -75,6 +88,12 @@ class RolloutBatch:
                     f"RolloutBatch: {name} is {array.dtype} of shape {array.shape}, expected {np.dtype(dtype)} of "
                     f"shape {shape}"
                 )
+        chosen = self.experts
+        if chosen is not None and (chosen.ndim != 3 or chosen.shape[:1] != shape or chosen.dtype not in EXPERT_DTYPES):
+            raise ValueError(
+                f"RolloutBatch: experts is {chosen.dtype} of shape {chosen.shape}, expected uint8 or uint16 of shape "
+                f"({shape[0]}, layers, experts_per_token)"
+            )
         if self.loss_mask[self.first_tokens].any():
             starts = np.isin(np.arange(self.loss_mask.size), self.first_tokens)
             raise self._error(
@@ -96,6 +115,12 @@ class RolloutBatch:
     def _error(self, wrong: Bool[np.ndarray, " tokens"], message: str) -> ValueError:
         rollout = int(np.searchsorted(self.token_offsets, np.argmax(wrong), side="right")) - 1
         return ValueError(f"rollout {self.ids[rollout]}: {message}")
+
+    @property
+    def arrays(self) -> dict[str, Shaped[np.ndarray, "tokens ..."]]:
+        """The arrays over tokens by name; `experts` only if they are collected."""
+        arrays = {name: getattr(self, name) for name in TOKEN_ARRAYS}
+        return arrays if self.experts is None else arrays | {"experts": self.experts}
 
     @functools.cached_property
     def sequence_offsets(self) -> Int64[np.ndarray, " sequence_bounds"]:
@@ -128,7 +153,7 @@ class RolloutBatch:
         at_start = np.repeat(before[self.sequence_offsets[:-1]], np.diff(self.sequence_offsets))
         return ~self.loss_mask & (before[:-1] > at_start)
 
-    def split(self, values: Shaped[np.ndarray, " tokens"]) -> list[Shaped[np.ndarray, " _tokens"]]:
+    def split(self, values: Shaped[np.ndarray, "tokens ..."]) -> list[Shaped[np.ndarray, "_tokens ..."]]:
         """Split an array over tokens into one view per rollout."""
         return split(values, [*map(sum, self.lengths)])
 
@@ -173,6 +198,21 @@ class RolloutBatch:
             return batch
         return dataclasses.replace(batch, returns=self.from_actions("returns", value_targets))
 
+    def check_experts(self, count: int) -> None:
+        """Check that the chosen experts exist in a model with `count` experts. Twice the same one has both weights.
+
+        Raises:
+            ValueError: if one does not exist, or a token has a choice in a part of its places; names the rollout.
+        """
+        if self.experts is None:
+            return
+        is_none = self.experts == no_expert(self.experts.dtype)
+        wrong = ((self.experts >= count) & ~is_none) | (is_none != is_none[..., :1])
+        if wrong.any():
+            tokens = wrong.any(axis=(1, 2))
+            found = self.experts[np.argmax(tokens)]
+            raise self._error(tokens, f"a token has the experts {found.tolist()}, but the model has {count}")
+
     def tokens_of(self, rollouts: Int64[np.ndarray, " some"]) -> Int64[np.ndarray, " some_tokens"]:
         """Return the indices of the tokens of some rollouts, which are given by their indices."""
         lengths, end = np.diff(self.token_offsets)[rollouts], self.token_offsets[1:][rollouts]
@@ -184,7 +224,7 @@ class RolloutBatch:
         return RolloutBatch(
             ids=tuple([self.ids[index] for index in indices]),
             lengths=tuple([self.lengths[index] for index in indices]),
-            **{name: getattr(self, name)[tokens] for name in TOKEN_ARRAYS},
+            **{name: array[tokens] for name, array in self.arrays.items()},
         )
 
     def without_loss(self, rollouts: Int64[np.ndarray, " some"]) -> "RolloutBatch":
@@ -196,14 +236,22 @@ class RolloutBatch:
         return dataclasses.replace(self, **arrays)
 
 
-def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int | None = None) -> RolloutBatch:
+def batch_rollouts(
+    rollouts: Sequence[Rollout], *, max_length: int | None = None, experts: bool = False
+) -> RolloutBatch:
     """Convert sampled rollouts to a batch with exactly the sampled tokens.
 
     Reference log-probabilities, values, advantages and returns are 0, and importance weights 1. A failed rollout keeps
     its finished turns.
 
+    Args:
+        rollouts: the rollouts.
+        max_length: maximum number of tokens of a sequence; None: no limit.
+        experts: whether to collect the experts that the sampler's router chose.
+
     Raises:
-        ValueError: if a sequence is longer than `max_length`; the message gives the rollout and both lengths.
+        ValueError: if a sequence is longer than `max_length`, or the experts of a turn are missing or those of other
+            tokens or layers; names the rollout.
     """
     lengths = [sequence_lengths(rollout) for rollout in rollouts]
     for rollout, of_rollout in zip(rollouts, lengths, strict=True):
@@ -219,13 +267,46 @@ def batch_rollouts(rollouts: Sequence[Rollout], *, max_length: int | None = None
     policy_logprobs = np.zeros(turn_ids.shape, np.float32)
     logprobs = itertools.chain.from_iterable(turn.generation.logprobs for _, turn in turns)
     policy_logprobs[turn_ids >= 0] = np.array([*logprobs], np.float32)
+    chosen = _join_experts(rollouts) if experts else None
     return make_batch(
         [rollout.id for rollout in rollouts],
         lengths,
         input_ids=np.array([*itertools.chain.from_iterable(runs)], np.int32),
         turn_ids=turn_ids,
         policy_logprobs=policy_logprobs,
+        **({} if chosen is None else {"experts": chosen}),
     )
+
+
+def _join_experts(rollouts: Sequence[Rollout]) -> Experts | None:
+    """Return the experts that the router chose for all tokens; None if there are no turns."""
+    turns = [(rollout, index, turn) for rollout in rollouts for index, turn in enumerate(rollout.turns)]
+    parts: list[np.ndarray] = []
+    for rollout, index, turn in turns:
+        found = turn.generation.experts
+        if found is None:
+            raise ValueError(
+                f"rollout {rollout.id}: turn {index} has no chosen experts. routing_replay: rollout needs a sampler "
+                "that reports the chosen experts; set routing_replay to recompute or null. A replay of stored rollouts "
+                "needs those that a run with rollout_store.experts: true stored"
+            )
+        first = parts[0] if parts else found
+        # The last token of a sequence has no row.
+        shape = (turn.num_tokens - turn.starts_sequence, *first.shape[1:])
+        if found.shape != shape or found.dtype != first.dtype:
+            raise ValueError(
+                f"rollout {rollout.id}: the experts of turn {index} are {found.dtype} of shape {found.shape}, expected "
+                f"{first.dtype} of shape {shape}"
+            )
+        if parts and turn.starts_sequence:
+            parts.append(_no_experts(first))
+        parts.append(found)
+    return np.concatenate([*parts, _no_experts(parts[0])]) if parts else None
+
+
+def _no_experts(like: np.ndarray) -> np.ndarray:
+    """Return a row without recorded choices."""
+    return np.full((1, *like.shape[1:]), no_expert(like.dtype), like.dtype)
 
 
 def make_batch(
@@ -233,7 +314,7 @@ def make_batch(
     lengths: Sequence[Sequence[int]],
     *,
     turn_ids: Int32[np.ndarray, " tokens"],
-    **arrays: Shaped[np.ndarray, " tokens"],
+    **arrays: Shaped[np.ndarray, "tokens ..."],
 ) -> RolloutBatch:
     """Make a batch from some of its arrays.
 
@@ -248,11 +329,19 @@ def make_batch(
 
 
 def join_batches(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Join at least one batch to one with the rollouts of all."""
+    """Join at least one batch to one with the rollouts of all.
+
+    Raises:
+        ValueError: if only some of those with tokens have experts, or experts of different types.
+    """
+    # The layers of a batch without tokens are not known.
+    parts = [batch.arrays for batch in batches if batch.input_ids.size] or [batches[0].arrays]
+    if len(kinds := {str(arrays["experts"].dtype) if "experts" in arrays else "absent" for arrays in parts}) > 1:
+        raise ValueError(f"batches with different experts cannot be joined: {', '.join(sorted(kinds))}")
     return RolloutBatch(
         ids=tuple(id for batch in batches for id in batch.ids),
         lengths=tuple(lengths for batch in batches for lengths in batch.lengths),
-        **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in TOKEN_ARRAYS},
+        **{name: np.concatenate([arrays[name] for arrays in parts]) for name in parts[0]},
     )
 
 

@@ -82,7 +82,8 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     # Levanter's lines have other defaults for this key, which nothing here reads.
     model: Model = dataclasses.field(default=None, metadata=may_change("reference_checkpoint"))
     """Model architecture (levanter's section), required to train from scratch; null: read from `initialize_from`. Its
-    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2` or `qwen3`."""
+    type is `gemma`, `gemma2`, `gpt2`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmo3`, `qwen2`, `qwen3` or, with
+    marin-levanter, `qwen3_moe`."""
     initialize_from: str | None = dataclasses.field(default=None, metadata=STORAGE_PATH)
     """Initial weights: a folder or hub name in Hugging Face format, or a run directory of marin_rl; null: random
     weights. A folder in an object store is copied into the cache folder of the user."""
@@ -163,6 +164,11 @@ class AbstractRunConfig(ConfigSection, abc.ABC):
     @property
     def is_async(self) -> bool:
         """Whether rollout workers sample during training."""
+        return False
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether the updates use given experts, which only a mixture of experts has."""
         return False
 
     @property

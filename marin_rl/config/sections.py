@@ -126,6 +126,16 @@ class Mode(enum.StrEnum):
     """Sample in rollout workers while the trainer trains."""
 
 
+class RoutingReplay(enum.StrEnum):
+    """Whose choice of experts the updates of a mixture of experts use."""
+
+    ROLLOUT = "rollout"
+    """That of the sampler, for every token (R3, Ma et al. 2025, arXiv 2510.11370)."""
+    RECOMPUTE = "recompute"
+    """That of the learner's weights before the step, in all updates of the step (R2, Zheng et al. 2025, arXiv
+    2507.18071)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplayConfig(ConfigSection):
     """Replay buffer between sampling and training."""

@@ -27,6 +27,7 @@ from marin_rl.config.sections import (
     Mode,
     ReplayConfig,
     RolloutConfig,
+    RoutingReplay,
     UpdateConfig,
     WarmStartConfig,
 )
@@ -102,6 +103,9 @@ class TrainConfig(AbstractRunConfig):
     """Epochs and minibatches per step."""
     off_policy_correction: OffPolicyCorrectionConfig = NoCorrectionConfig()
     """Importance correction for differences between the probabilities of sampler and learner."""
+    routing_replay: RoutingReplay | None = None
+    """Experts of the updates of a mixture of experts: `rollout` for those that sampled, `recompute` for those of the
+    weights before the step; null: each update routes anew."""
     overlong: OverlongConfig = OverlongConfig()
     """Soft penalty on answers close to the length limit."""
     truncation: TruncationConfig = KeepTruncatedConfig()
@@ -144,6 +148,16 @@ class TrainConfig(AbstractRunConfig):
     def rows(self) -> AbstractRowConfig:
         """Layout of batch rows."""
         return self.rollouts
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether the updates use given experts, which only a mixture of experts has."""
+        return self.routing_replay is not None
+
+    @property
+    def samples_experts(self) -> bool:
+        """Whether the sampler returns the experts that it chose."""
+        return self.routing_replay is RoutingReplay.ROLLOUT
 
     @property
     def temperature(self) -> float:
@@ -361,6 +375,14 @@ def _check_policy_loss(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def _check_routing_replay(config: TrainConfig) -> Iterator[str]:
+    if config.routing_replay is RoutingReplay.ROLLOUT and isinstance(config.sampler, OpenAiSamplerConfig):
+        yield (
+            "routing_replay is rollout, but servers with OpenAI's protocol do not report the chosen experts; set "
+            "routing_replay: recompute, or sampler: {type: levanter}"
+        )
+
+
 def _check_reference(config: TrainConfig) -> Iterator[str]:
     reference, distillation = config.reference, config.distillation
     if config.kl.needs_teacher and not isinstance(reference, InitialReferenceConfig | CheckpointReferenceConfig):
@@ -436,6 +458,7 @@ CHECKS: tuple[Check, ...] = (
     _check_critic_and_turns,
     _check_returns,
     _check_policy_loss,
+    _check_routing_replay,
     _check_reference,
     _check_sizes,
 )

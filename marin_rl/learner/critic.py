@@ -39,7 +39,7 @@ class ActorCritic(eqx.Module):
         Returns:
             `{batch, position}` float32, aligned with the tokens; 0 off the loss mask.
         """
-        activations = policy_trunk if self.trunk is None else policy_activations(self.trunk, batch)
+        activations = policy_trunk if self.trunk is None else policy_activations(self.trunk, batch.for_other_model())
         # Activations off the mask may overflow, and 0 · inf is NaN in the gradient of the weight.
         activations = hax.where(to_predictors(batch.loss_mask), activations, 0).astype(jnp.float32)
         values = hax.dot(activations, self.value_weight.astype(jnp.float32), axis=self.policy.Embed) + self.value_bias

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from haliax import Axis, NamedArray
-from haliax.nn import Stacked
+from haliax.nn.scan import BlockSeq
 from jax.sharding import NamedSharding, PartitionSpec
 from levanter.compat.hf_checkpoints import _shard_hf_checkpoint
 from levanter.models.gpt2 import Gpt2Config
@@ -82,14 +82,15 @@ class DeviceWeights:
         self.shape = shape = eqx.filter_eval_shape(merge, model)
         self.dtype = dtype
         self._trainer = trainer
-        self._stacked, self._others = _split(model)
+        self._layers, self._others = _split(model)
         # JAX keeps these functions, so they do not refer to the weights.
-        self._take = eqx.filter_jit(lambda rows, index: _convert_layer(shape, dtype, merge(_take_layer(rows, index))))
+        self._take = eqx.filter_jit(lambda layers, row: _convert_layer(shape, dtype, merge(_take_layer(layers, row))))
         self._convert = eqx.filter_jit(lambda others: _convert_rest(shape, dtype, merge(others)))
 
     def layer(self, index: int) -> dict[str, jax.Array]:
         """See `WeightParts`."""
-        return self._run(self._take, self._stacked, jnp.int32(index))
+        layers, row = _part(self._layers, index)
+        return self._run(self._take, layers, jnp.int32(row or 0))
 
     def rest(self) -> dict[str, jax.Array]:
         """See `WeightParts`."""
@@ -123,7 +124,7 @@ class SavedWeights:
         self.shape, self.dtype = shape, dtype
         saved.verify_arrays()
         arrays = saved.open_arrays()
-        self._stacked, self._others = _split(
+        self._layers, self._others = _split(
             jax.tree_util.tree_map_with_path(
                 lambda path, leaf: _Saved(arrays[jax.tree_util.keystr(path)], leaf), shape, is_leaf=is_named
             )
@@ -133,18 +134,20 @@ class SavedWeights:
 
     def layer(self, index: int) -> dict[str, jax.Array]:
         """See `WeightParts`."""
-        return self._convert_layer(self._read(self._stacked, index, index + 1))
+        layers, row = _part(self._layers, index)
+        rows = slice(None) if row is None else slice(row, row + 1)
+        return self._convert_layer(self._read(layers, rows))
 
     def rest(self) -> dict[str, jax.Array]:
         """See `WeightParts`."""
-        return self._convert_rest(self._read(self._others, 0, None))
+        return self._convert_rest(self._read(self._others, slice(None)))
 
-    def _read(self, tree: Any, start: int, stop: int | None) -> Any:
-        """Read rows of all arrays of a tree; all rows if `stop` is None."""
+    def _read(self, tree: Any, rows: slice) -> Any:
+        """Read rows of all arrays of a tree."""
         leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, _Saved))
-        reads = [leaf.array[start:stop].read() for leaf in leaves]
-        rows = [_with_rows(leaf.like, read.result()) for leaf, read in zip(leaves, reads, strict=True)]
-        return jax.tree.unflatten(structure, rows)
+        reads = [leaf.array[rows].read() for leaf in leaves]
+        found = [_with_rows(leaf.like, read.result()) for leaf, read in zip(leaves, reads, strict=True)]
+        return jax.tree.unflatten(structure, found)
 
 
 def _with_rows(like: Any, rows: Any) -> Any:
@@ -154,31 +157,40 @@ def _with_rows(like: Any, rows: Any) -> Any:
     return NamedArray(rows, (Axis(like.axes[0].name, rows.shape[0]), *like.axes[1:]))
 
 
-def _stack(model: Any) -> Stacked:
+def _layers(model: Any) -> Any:
+    """Return the layers of a model: `Stacked`, or `BlockSeq` if they are of different kinds."""
     transformer = model.transformer
     return transformer.blocks if isinstance(model.config, Gpt2Config) else transformer.layers
 
 
 def _split(model: Any) -> tuple[Any, Any]:
-    """Split a model into the modules of its layers, stacked, and the rest."""
-    return _stack(model).stacked, eqx.tree_at(lambda model: _stack(model).stacked, model, None)
+    """Split a model into its layers and the rest."""
+    return _layers(model), eqx.tree_at(_layers, model, None)
 
 
-def _join(stacked: Any, others: Any, number: int) -> LmHeadModel:
-    """Invert `_split`, for this number of layers."""
-    block = _stack(others).Block
-    layers = dataclasses.replace(_stack(others), stacked=stacked, Block=Axis(block.name, number))
-    return eqx.tree_at(_stack, others, layers, is_leaf=lambda node: node is None)
+def _join(layers: Any, others: Any) -> LmHeadModel:
+    """Invert `_split`."""
+    return eqx.tree_at(_layers, others, layers, is_leaf=lambda node: node is None)
 
 
-def _take_layer(stacked: Any, index: jax.Array) -> Any:
-    """Take one layer of stacked ones; it keeps its first axis."""
+def _part(layers: Any, index: int) -> tuple[Any, int | None]:
+    """Return the part of the layers that holds one of them, and its row there; None if it is alone."""
+    if isinstance(layers, BlockSeq):
+        block = Axis(layers.Block.name, 1)
+        return dataclasses.replace(layers, blocks=[layers.blocks[index]], Block=block), None
+    return layers, index
+
+
+def _take_layer(layers: Any, row: jax.Array) -> Any:
+    """Take one layer of a part of the layers."""
+    if isinstance(layers, BlockSeq):
+        return layers
 
     def take(leaf: Any) -> Any:
         array = leaf.array if is_named(leaf) else leaf
-        return _with_rows(leaf, jax.lax.dynamic_slice_in_dim(array, index, 1))
+        return _with_rows(leaf, jax.lax.dynamic_slice_in_dim(array, row, 1))
 
-    return jax.tree.map(take, stacked, is_leaf=is_named)
+    return jax.tree.map(take, layers, is_leaf=is_named)
 
 
 def _zeros(shape: Any) -> Any:
@@ -192,18 +204,19 @@ def _tensors(model: LmHeadModel, dtype: jnp.dtype | None) -> dict[str, jax.Array
     return to_tensors(model)
 
 
-def _convert_layer(shape: LmHeadModel, dtype: jnp.dtype | None, layer: Any) -> dict[str, jax.Array]:
-    """Convert the stacked modules of one layer; the keys are the names after the layer's number."""
+def _convert_layer(shape: LmHeadModel, dtype: jnp.dtype | None, layers: Any) -> dict[str, jax.Array]:
+    """Convert one layer; the keys are the names after the layer's number."""
     _, others = _split(shape)
+    one = dataclasses.replace(layers, Block=Axis(layers.Block.name, 1))
     # XLA removes what does not reach the result.
-    named = _tensors(_join(layer, _zeros(others), 1), dtype)
+    named = _tensors(_join(one, _zeros(others)), dtype)
     return {suffix: named[f"{prefix}0.{suffix}"] for prefix, suffix in map(_layer_name, named) if prefix}
 
 
 def _convert_rest(shape: LmHeadModel, dtype: jnp.dtype | None, others: Any) -> dict[str, jax.Array]:
     """Convert the arrays outside all layers."""
-    stacked, _ = _split(shape)
-    named = _tensors(_join(_zeros(stacked), others, _stack(shape).Block.size), dtype)
+    layers, _ = _split(shape)
+    named = _tensors(_join(_zeros(layers), others), dtype)
     return {name: array for name, array in named.items() if not _layer_name(name)[0]}
 
 

@@ -3,9 +3,10 @@
 
 """Checks of levanter's sections of a config, which need levanter; `section_problems` must find nothing first."""
 
+import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ import jax
 from marin_rl.batching.attention_kernel import PLATFORMS, attention_kernel
 from marin_rl.models.conversion import check_model
 from marin_rl.models.lora import check_targets
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.models.model_settings import model_problems, window_problem
 from marin_rl.utils.devices.sharding import POSITION
+from marin_rl.utils.devices.trainer_config import BATCH
 from marin_rl.utils.errors import nearest
 from marin_rl.utils.levanter_line import UNUSABLE_OPTIMIZERS, field_of_key, max_positions
 from marin_rl.utils.settings.checks import accepts, type_problems
@@ -75,12 +78,24 @@ def _check_architecture(config: Any) -> Iterator[str]:
     if name == "mixtral":
         problem = window_problem(model, max_length, section)
         yield from [] if problem is None else [problem]
-        for key in ("tensor_parallel_axes", "axis_resources"):
-            if "experts" in (getattr(trainer, key) or ()):
-                yield (
-                    f"trainer.{key} has 'experts', but levanter cannot shard the experts of a mixtral model over "
-                    "devices; shard their hidden layers with trainer.tensor_parallel_axes: [mlp] instead"
-                )
+    if config.replays_experts and not problems and mixture_shape(model) is None:
+        yield (
+            f"routing_replay is {config.routing_replay}, but a {name} model has no experts; set routing_replay: null"
+        )
+    if not problems and mixture_shape(model) is not None:
+        yield from _mixture_mesh_problems(trainer.compute_axis_mapping)
+
+
+def _mixture_mesh_problems(mapping: Mapping[str, Any]) -> Iterator[str]:
+    """Check that no mesh axis splits two of the axes over which the outputs of experts are summed or split."""
+    split = {name: mapping.get(name) or () for name in ("experts", "mlp", POSITION, BATCH)}
+    over = {name: {axes} if isinstance(axes, str) else set(axes) for name, axes in split.items()}
+    for first, second in itertools.combinations(over, 2):
+        if both := sorted(over[first] & over[second]):
+            yield (
+                f"trainer splits {first} and {second} over the mesh axis {both[0]}, but of a mixture of experts it can "
+                "split one of them; change trainer.tensor_parallel_axes or trainer.axis_resources"
+            )
 
 
 def _check_adapter(config: Any) -> Iterator[str]:

@@ -10,17 +10,17 @@ storing them.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import levanter.tracker
 from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, TokenRows, to_predictors, to_tokens
+from marin_rl.batching.rollout_batch import no_expert
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
 from marin_rl.learner.blocks import (
     Block,
@@ -37,6 +37,7 @@ from marin_rl.learner.blocks import (
     shards_of,
     split_tokens,
 )
+from marin_rl.models.mixture import Routing, mixture_shape, routed_activations, with_routing
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""
@@ -73,13 +74,31 @@ def policy_activations(model: LmHeadModel, batch: TokenRows) -> NamedArray:
         `{batch, position, embed}` in the model's precision, aligned with the predicting positions: entry `t` predicts
         token `t + 1`.
     """
+    return activations_and_routing(model, batch)[0]
+
+
+def activations_and_routing(
+    model: LmHeadModel, batch: TokenRows
+) -> tuple[NamedArray, NamedArray | None, Routing | None]:
+    """Run the trunk as `policy_activations`.
+
+    A mixture of experts uses the experts in the batch, if there are any.
+
+    Returns:
+        The activations; the chosen experts of a mixture, `{batch, position, layer, top_experts}`; and the statistics of
+        its router, if the batch has weights for them.
+    """
     model = with_attention_kernel(model, batch)
-    # Mixture-of-experts models log their routing with a callback that cannot be differentiated unless it is deferred.
-    with levanter.tracker.defer_tracker_for_jit():
-        input_ids, position_ids = batch.to_inputs(batch.input_ids), batch.to_inputs(batch.position_ids)
+    input_ids, position_ids = batch.to_inputs(batch.input_ids), batch.to_inputs(batch.position_ids)
+    if mixture_shape(model.config) is None:
         activations = model.activations(input_ids, batch.attention_mask, key=None, pos_ids=position_ids)
-    # They also return a balancing loss.
-    return batch.from_inputs(activations[0] if isinstance(activations, tuple) else activations)
+        return batch.from_inputs(cast(NamedArray, activations)), None, None
+    own = {"given": getattr(batch, "experts", None), "token_weights": getattr(batch, "router_weights", None)}
+    own = {name: None if array is None else batch.to_inputs(array) for name, array in own.items()}
+    activations, experts, routing = routed_activations(
+        with_routing(model, **own), input_ids, batch.attention_mask, position_ids
+    )
+    return batch.from_inputs(activations), batch.from_inputs(experts, no_expert(experts.dtype)), routing
 
 
 def learner_logprobs(

@@ -18,7 +18,13 @@ from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.config import CriticConfig
 from marin_rl.learner.critic import ActorCritic, assemble, policy_of
 from marin_rl.learner.divergence import token_divergences
-from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE, policy_activations, token_logprobs
+from marin_rl.learner.logprobs import (
+    LOGPROB_BLOCK_SIZE,
+    activations_and_routing,
+    policy_activations,
+    token_logprobs,
+)
+from marin_rl.learner.router_loss import load_range, router_loss
 from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.objectives.importance import LogRatioStatistics, Sum, log_ratio_statistics
@@ -32,7 +38,7 @@ _LOG_RATIO = "log_ratio/"
 
 @dataclasses.dataclass(frozen=True)
 class RlLoss:
-    """Loss of a microbatch: the sum of three streams, each with its own weights.
+    """Loss of a microbatch: the sum of three streams, each with its own weights, and of a mixture's `router_loss`.
 
     ```
     L = rl + ce + ref_kl
@@ -72,7 +78,7 @@ class RlLoss:
         """
         model = assemble(model, None if frozen is None else frozen.base)
         policy_model = policy_of(model)
-        trunk = policy_activations(policy_model, batch)
+        trunk, _, routing = activations_and_routing(policy_model, batch)
         logprobs, entropies = token_logprobs(
             trunk, policy_model.get_lm_head(), batch, temperature=self.temperature, block_size=self.block_size
         )
@@ -89,6 +95,9 @@ class RlLoss:
             ref_kl_part = self._ref_kl((trunk, policy_model.get_lm_head()), frozen.teacher, batch)
             total = total + self.kl.beta * ref_kl_part
             metrics["loss/ref_kl_avg"] = _sum(ref_kl_part)
+        if routing is not None:
+            router_part, of_router = router_loss(policy_model.config, routing)
+            total, metrics = total + router_part, metrics | of_router
         return total, metrics
 
     def _ref_kl(self, policy: tuple[NamedArray, NamedArray], teacher: LmHeadModel, batch: RlExample) -> jax.Array:
@@ -97,7 +106,7 @@ class RlLoss:
         assert weights is not None
         divergences = token_divergences(
             policy,
-            (policy_activations(teacher, batch), teacher.get_lm_head()),
+            (policy_activations(teacher, batch.for_other_model()), teacher.get_lm_head()),
             weights != 0,
             divergence=kl.divergence,
             mixture=kl.mixture,
@@ -179,7 +188,8 @@ def loss_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
             "val/ratio": ratios.mean_ratio,
             "val/ratio_var": ratios.ratio_variance,
         }
-    return {name: float(value) for name, value in published.items()}
+    values = {name: float(value) for name, value in published.items()}
+    return values | load_range(values)
 
 
 def first_log_ratios(updates: Sequence[Mapping[str, Metric]]) -> LogRatioStatistics:

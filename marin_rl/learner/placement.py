@@ -55,7 +55,7 @@ def place(tree: T, mesh: Mesh, mapping: ResourceMapping) -> T:
 
 
 def place_batch(batch: RlExample, config: TrainerConfig, num_rows: int | None) -> RlExample:
-    """Put stacked microbatches, `{microbatch, batch, position}` on the host, on the mesh.
+    """Put stacked microbatches, `{microbatch, batch, position, ...}` on the host, on the mesh.
 
     `num_rows` is the number of rows of a microbatch if `batch` contains only those of this process; None if it has all.
 
@@ -78,7 +78,7 @@ def place_batch(batch: RlExample, config: TrainerConfig, num_rows: int | None) -
             assert index is not None
             start, stop, _ = index[1].indices(num_rows)
             first = int(np.searchsorted(rows, start))
-            return own[index[0], first : first + stop - start, index[2]]
+            return own[index[0], first : first + stop - start, *index[2:]]
 
         sharding = NamedSharding(mesh, pspec_for_axis(axes, mapping))
         return NamedArray(jax.make_array_from_callback(tuple(axis.size for axis in axes), sharding, part), axes)

@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 from marin_rl.learner.hf_export import DeviceWeights, WeightParts, write_weights
 from marin_rl.learner.policy_spec import PolicySpec, only_arrays
 from marin_rl.models.conversion import check_same_function, levanter_config, to_hf_config
-from marin_rl.models.hf_config import PolicyModelError, read_hf_config, with_integers
+from marin_rl.models.hf_config import PolicyModelError, read_hf_config, with_number_types, write_experts
 from marin_rl.models.hf_rope import write_rope
 from marin_rl.models.hf_tensors import BASE_PREFIX, check_tensors, split_experts
 from marin_rl.models.lora import Adapter
@@ -120,7 +120,8 @@ class _Converter(HFCheckpointConverter):
         return read_hf_config(str(self.reference_checkpoint if ref is None else ref))
 
     def load_state_dict(self, ref: Any = None, dtype: Any = None) -> dict[str, Any]:
-        return split_experts(HFCheckpointConverter.load_state_dict(self, ref, dtype))
+        model_type = LmConfig.get_choice_name(cast(Any, self.LevConfigClass))
+        return split_experts(HFCheckpointConverter.load_state_dict(self, ref, dtype), model_type)
 
 
 def check_hf_policy(
@@ -196,8 +197,8 @@ def save_hf_folder(weights: WeightParts, tokenizer: ChatTokenizer, folder: Path,
     hf_config.update(special_tokens)
     dtype = (weights.dtype or jax.tree.leaves(model)[0].dtype).name
     # Transformers before 4.56 and many servers read the older name of the dtype.
-    settings = with_integers(hf_config.to_diff_dict(), type(hf_config))
-    settings = {**write_rope(settings), "dtype": dtype, "torch_dtype": dtype}
+    settings = write_experts(write_rope(with_number_types(hf_config.to_diff_dict(), type(hf_config))))
+    settings |= {"dtype": dtype, "torch_dtype": dtype}
     with _system_errors(folder):
         if multihost.is_main():
             folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ from levanter.metrics import Metric, ReductionType
 
 from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.critic import assemble
-from marin_rl.learner.logprobs import learner_logprobs
+from marin_rl.learner.logprobs import activations_and_routing, token_logprobs
+from marin_rl.learner.router_loss import router_loss
 from marin_rl.learner.train_step import Frozen
 from marin_rl.objectives.aggregation import SequenceMeanConfig
 from marin_rl.objectives.preference import PreferenceLossConfig, pair_sums, preference_metrics
@@ -49,8 +50,10 @@ class PreferenceLoss:
         `frozen` the base of trained adapters.
         """
         model = assemble(model, None if frozen is None else frozen.base)
+        trunk, _, routing = activations_and_routing(model, batch)
+        logprobs, _ = token_logprobs(trunk, model.get_lm_head(), batch, temperature=1.0, block_size=self.block_size)
         pairs = pair_sums(
-            learner_logprobs(model, batch, block_size=self.block_size).rearrange(batch.input_ids.axes).array,
+            logprobs.rearrange(batch.input_ids.axes).array,
             batch.reference_logprobs.array,
             batch.advantages.array,
             batch.loss_weights.array,
@@ -62,4 +65,8 @@ class PreferenceLoss:
             name: Metric(jnp.sum(pairs.weights * value), total, reduction=ReductionType.MEAN)
             for name, value in values.items()
         }
-        return jnp.sum(pairs.weights * values["loss/dpo"]), metrics
+        loss = jnp.sum(pairs.weights * values["loss/dpo"])
+        if routing is not None:
+            router_part, of_router = router_loss(model.config, routing)
+            loss, metrics = loss + router_part, metrics | of_router
+        return loss, metrics

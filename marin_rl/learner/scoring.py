@@ -13,7 +13,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Shaped
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
@@ -22,11 +22,18 @@ from marin_rl.batching.rollout_batch import NO_TURN, RolloutBatch, make_batch
 from marin_rl.batching.row_sizes import TOKENS_PER_MICROBATCH
 from marin_rl.batching.rows import Rows
 from marin_rl.learner.critic import ActorCritic, policy_of
-from marin_rl.learner.logprobs import LOGPROB_BLOCK_SIZE, entropy, is_most_likely, policy_activations, token_logprobs
+from marin_rl.learner.logprobs import (
+    LOGPROB_BLOCK_SIZE,
+    activations_and_routing,
+    entropy,
+    is_most_likely,
+    token_logprobs,
+)
 from marin_rl.learner.placement import place_batch, placed_shape, stack_microbatches, take_microbatch
 from marin_rl.learner.policy_spec import with_config
 from marin_rl.learner.train_step import compiler_options
 from marin_rl.models.lora import merge_adapter
+from marin_rl.models.mixture import TOP_EXPERTS, mixture_shape
 from marin_rl.objectives.aggregation import TokenMeanConfig
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import own_rows, platform_of
@@ -45,6 +52,8 @@ class Scores(NamedTuple):
     """The critic's values, 0 off the loss mask and without a critic."""
     is_most_likely: Bool[np.ndarray, " tokens"] | None = None
     """Whether the token is the most likely one, False off the loss mask; None unless the scorer computes it."""
+    experts: Shaped[np.ndarray, "tokens layers top"] | None = None
+    """The experts that a mixture chose for each token; None unless the scorer returns them."""
 
 
 class Scorer:
@@ -63,6 +72,7 @@ class Scorer:
         block_size: int = LOGPROB_BLOCK_SIZE["cpu"],
         capacity: int = 1,
         accuracy: bool = False,
+        experts: bool = False,
     ):
         """Build the program that scores a batch.
 
@@ -75,18 +85,19 @@ class Scorer:
             capacity: microbatches that the program has room for, as for
                 [`Learner`][marin_rl.learner.train_step.Learner].
             accuracy: whether to compute `Scores.is_most_likely`, whose mean is the token accuracy.
+            experts: whether to return the chosen experts of a mixture.
         """
         self._trainer = trainer
         self._layout = layout
         self._pad_token_id = pad_token_id
         self._capacity = capacity
-        self._accuracy = accuracy
+        self._accuracy, self._experts = accuracy, experts
 
         def score(model: LmHeadModel | ActorCritic, batch: RlExample) -> tuple[jax.Array, ...]:
             with hax.axis_mapping(trainer.compute_axis_mapping):
                 model = trainer.mp.cast_to_compute(model)
                 policy = policy_of(model)
-                trunk = policy_activations(policy, batch)
+                trunk, chosen, _ = activations_and_routing(policy, batch)
                 logprobs, statistics = token_logprobs(
                     trunk,
                     policy.get_lm_head(),
@@ -97,7 +108,11 @@ class Scorer:
                 )
                 values = model.values(batch, trunk) if isinstance(model, ActorCritic) else hax.zeros_like(logprobs)
             scored = (logprobs, values, statistics) if accuracy else (logprobs, values)
-            return tuple(values.rearrange(batch.input_ids.axes).array for values in scored)
+            arrays = [values.rearrange(batch.input_ids.axes).array for values in scored]
+            if experts:
+                assert chosen is not None
+                arrays.append(chosen.rearrange((*batch.input_ids.axes, "layer", TOP_EXPERTS)).array)
+            return tuple(arrays)
 
         def score_microbatches(
             model: LmHeadModel | ActorCritic, batch: RlExample, count: jax.Array
@@ -106,8 +121,13 @@ class Scorer:
                 parts = score(model, take_microbatch(batch, index))
                 return tuple(array.at[index].set(part) for array, part in zip(scored, parts, strict=True))
 
-            zeros = jnp.zeros(batch.input_ids.array.shape, jnp.float32)
-            return jax.lax.fori_loop(0, count, add, (zeros,) * (3 if accuracy else 2))
+            shape = batch.input_ids.array.shape
+            zeros = [jnp.zeros(shape, jnp.float32)] * (3 if accuracy else 2)
+            if experts:
+                mixture = mixture_shape(policy_of(model).config)
+                assert mixture is not None
+                zeros.append(jnp.zeros((*shape, mixture.layers, mixture.per_token), mixture.dtype))
+            return jax.lax.fori_loop(0, count, add, tuple(zeros))
 
         self._function = score_microbatches
         self._score = cast(Any, hax.named_jit)(
@@ -153,7 +173,12 @@ class Scorer:
             scored = self._score(model, placed, jnp.int32(count))
         logprobs, values, *rest = (packed.unpack(multihost.fetch(array)[:count]) for array in scored)
         # Rounding may lift the log-probability of a near-certain token above 0.
-        return Scores(np.minimum(logprobs, 0.0), values, rest[0] > 0 if self._accuracy else None)
+        return Scores(
+            np.minimum(logprobs, 0.0),
+            values,
+            rest[0] > 0 if self._accuracy else None,
+            rest[-1] if self._experts else None,
+        )
 
 
 def sequence_scorer(

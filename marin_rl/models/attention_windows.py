@@ -30,6 +30,8 @@ def layer_windows(model: Any) -> Windows:
         case "qwen3" if model.use_sliding_window:
             # Levanter has no `max_window_layers`, and exports its default.
             has_window = [layer >= 28 for layer in layers]
+        case "qwen3_moe" if model.use_sliding_window:
+            has_window = [True for _ in layers]
         case "olmo3" if model.layer_types is not None:
             has_window = [kind == "sliding_attention" for kind in model.layer_types]
         case "olmo3":

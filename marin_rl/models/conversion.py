@@ -20,12 +20,16 @@ from transformers import PretrainedConfig
 
 # Registers the architectures.
 import marin_rl.models.olmo3
-import marin_rl.models.qwen2  # noqa: F401
+import marin_rl.models.qwen2
 from marin_rl.models.attention_windows import Windows, layer_windows
 from marin_rl.models.hf_config import ACTIVATIONS, INVALID_CONFIG, PolicyModelError, declared_settings, first_line
 from marin_rl.models.hf_rope import canonical_scaling, rope_settings
 from marin_rl.models.model_settings import model_problems, rope_problems, window_problem
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
+from marin_rl.utils.levanter_line import IS_NEW
+
+if IS_NEW:
+    import marin_rl.models.qwen3_moe  # noqa: F401
 
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:
@@ -93,7 +97,7 @@ def check_implemented(hf_config: PretrainedConfig) -> None:
         implemented |= {"head_dim": head_size, "attention_bias": False}
     if model_type == "gemma2":
         implemented |= {"final_logit_softcapping": None, "query_pre_attn_scalar": head_size}
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "qwen3_moe"):
         implemented |= {"attention_bias": False}
     differing = [name for name, value in implemented.items() if values[name] != value]
     wrong = [f"{name} is {values[name]!r}, implemented is {implemented[name]!r}" for name in differing]
@@ -113,11 +117,22 @@ def to_hf_config(config: LmConfig, vocab_size: int) -> PretrainedConfig:
     if problem := next(rope_problems(getattr(config, "rope", None)), None):
         raise PolicyModelError(f"model: this {name!r} model cannot be exported in Hugging Face format: {problem}")
     try:
-        return config.to_hf_config(vocab_size)
+        return dataclasses.replace(config, **_filled_in(config)).to_hf_config(vocab_size)
     except INVALID_CONFIG as error:
         raise PolicyModelError(
             f"model: this {name!r} model cannot be exported in Hugging Face format: {first_line(error)}"
         ) from error
+
+
+def _filled_in(config: LmConfig) -> dict[str, Any]:
+    """Return fields of a mixture that may be null in levanter's config, and are numbers in those of transformers 5."""
+    fields: dict[str, Any] = {}
+    for name in ("lbl_coef", "router_aux_loss_coef"):
+        if getattr(config, name, 0.0) is None:
+            fields[name] = 0.0
+    if LmConfig.get_choice_name(type(config)) == "qwen3_moe":
+        fields["head_dim"] = cast(Any, config).actual_head_size
+    return fields
 
 
 def _check_export(config: LmConfig) -> PretrainedConfig:
@@ -151,7 +166,16 @@ _NOT_EXPORTED = frozenset(
     {
         *("upcast_attn", "attn_backend", "use_flash_attention", "flash_attention_block_size"),
         *("gradient_checkpointing", "scan_layers", "reference_checkpoint", "tokenizer", "vocab_size"),
-        *("lbl_coef", "rzl_coef", "embed_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout"),
+        *(
+            "lbl_coef",
+            "rzl_coef",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+            "embed_pdrop",
+            "resid_pdrop",
+            "attn_pdrop",
+            "attention_dropout",
+        ),
         *("sliding_window", "layer_types", "query_pre_attn_scalar"),
     }
 )
@@ -179,7 +203,7 @@ def _exported_fields(config: LmConfig) -> dict[str, Any]:
 
 def attention_windows(hf_config: PretrainedConfig) -> Windows:
     """Return the attention window of each layer, own position included; None for all positions."""
-    if hf_config.model_type in ("mistral", "mixtral"):
+    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return (hf_config.sliding_window,) * hf_config.num_hidden_layers
     types = getattr(hf_config, "layer_types", None) or [""] * hf_config.num_hidden_layers
     return tuple(hf_config.sliding_window if kind == "sliding_attention" else None for kind in types)
@@ -244,6 +268,9 @@ def _settings_not_read(hf_config: PretrainedConfig) -> dict[str, Any]:
             return {name: getattr(hf_config, name) for name in names}
         case "gpt2":
             return {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        case "mixtral":
+            # Hugging Face's models have no z-loss.
+            return {"rzl_coef": None}
         case "olmo2" | "olmo3":
             return {"attention_dropout": 0.0}
         case "qwen3" if hf_config.sliding_window is None:

@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 from marin_rl.models.hf_rope import canonical_scaling, read_rope
 from marin_rl.models.model_settings import MODEL_TYPES
 from marin_rl.utils.hub import check_source
+from marin_rl.utils.levanter_line import line_problem
 from marin_rl.utils.storage import check_descriptions, read_small
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
         raise PolicyModelError(f"config.json of {checkpoint!r} is not a JSON object")
     _check_supported(raw, checkpoint)
     try:
-        values = read_rope(raw)
+        values = read_experts(read_rope(raw))
         _check_values(values, checkpoint)
         canonical_scaling(values.get("rope_scaling"), values["model_type"], values.get("max_position_embeddings", 0))
     except PolicyModelError:
@@ -88,18 +89,51 @@ def read_hf_config(checkpoint: str) -> PretrainedConfig:
     hf_class = CONFIG_MAPPING[values["model_type"]]
     _check_undeclared(values, declared_settings(hf_class) | hf_class.attribute_map.keys(), checkpoint)
     try:
-        return hf_class.from_dict(with_integers(values, hf_class))
+        return hf_class.from_dict(with_number_types(values, hf_class))
     except (*INVALID_CONFIG, IndexError) as error:
         raise PolicyModelError(f"config.json of {checkpoint!r} is invalid: {first_line(error)}") from error
 
 
-def with_integers(values: Mapping[str, Any], hf_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Convert whole numbers to integers if those of a config class are: transformers 5 refuses 256.0 for 256."""
+def with_number_types(values: Mapping[str, Any], hf_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """Convert numbers to the types of a config class: transformers 5 refuses 256.0 for 256, and 0 for 0.0."""
     defaults = hf_class().to_dict()
-    return {
-        name: int(value) if type(value) is float and value.is_integer() and type(defaults.get(name)) is int else value
-        for name, value in values.items()
-    }
+
+    def convert(value: Any, kind: type) -> Any:
+        if type(value) is int and kind is float:
+            return float(value)
+        return int(value) if type(value) is float and value.is_integer() and kind is int else value
+
+    return {name: convert(value, type(defaults.get(name))) for name, value in values.items()}
+
+
+def read_experts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the settings of a mixture in a `config.json`, if it is one.
+
+    Transformers 5 writes the number of experts of `qwen3_moe` as `num_local_experts`, and transformers 4 reads only
+    `num_experts`. Without a coefficient there is no balancing loss; transformers 5 refuses null.
+
+    Raises:
+        ValueError: if the two numbers differ.
+    """
+    values = dict(settings)
+    if values.get("model_type") not in ("mixtral", "qwen3_moe"):
+        return values
+    local, number = values.get("num_local_experts"), values.get("num_experts")
+    if None not in (local, number) and local != number:
+        raise ValueError(f"num_experts {number!r} contradicts num_local_experts {local!r}; remove one of the two")
+    if values["model_type"] == "qwen3_moe" and local is not None:
+        values["num_experts"] = values.pop("num_local_experts")
+    if "router_aux_loss_coef" in values and values["router_aux_loss_coef"] is None:
+        values["router_aux_loss_coef"] = 0.0
+    return values
+
+
+def write_experts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a `config.json` with the number of experts of `qwen3_moe` in both forms."""
+    if settings.get("model_type") != "qwen3_moe":
+        return dict(settings)
+    number = read_experts(settings)["num_experts"]
+    return {**settings, "num_experts": number, "num_local_experts": number}
 
 
 def _check_supported(raw: Mapping[str, Any], checkpoint: str) -> None:
@@ -109,6 +143,8 @@ def _check_supported(raw: Mapping[str, Any], checkpoint: str) -> None:
             f"config.json of {checkpoint!r} has no model_type, which names the architecture; use the config.json that "
             f"belongs to the weights; supported are {', '.join(MODEL_TYPES)}"
         )
+    if (problem := line_problem(model_type)) is not None:
+        raise PolicyModelError(f"{checkpoint!r} holds a {model_type!r} model: {problem}")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise PolicyModelError(
             f"{checkpoint!r} holds a {model_type!r} model, which is not supported; supported are "
@@ -143,12 +179,17 @@ _SETTINGS: _Rules = {
         (
             *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
             *("head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "num_local_experts"),
-            *("num_experts_per_tok", "n_embd", "n_head", "n_inner", "n_positions"),
+            *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+            *("n_embd", "n_head", "n_inner", "n_positions"),
         ),
     ),
     f"a positive integer of at most {MAX_LAYERS}": (
         lambda value: type(value) is int and 0 < value <= MAX_LAYERS,
         ("num_hidden_layers", "n_layer"),
+    ),
+    "a number of at least 0": (
+        lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+        ("router_aux_loss_coef",),
     ),
     "a positive number": (
         _is_positive,
@@ -160,7 +201,7 @@ _SETTINGS: _Rules = {
     "true or false": (
         lambda value: type(value) is bool,
         (
-            *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
+            *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
             *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
         ),
     ),
@@ -216,6 +257,9 @@ def _check_undeclared(values: Mapping[str, Any], declared: Set[str], checkpoint:
     # Neither transformers reads it for gemma, but transformers 4 and levanter write it.
     if values["model_type"] == "gemma":
         known.add("hidden_activation")
+    # Published files have it, and no transformers reads it.
+    if values["model_type"] == "qwen3_moe":
+        known.add("max_window_layers")
     # Levanter writes it for qwen, also where it says the same as `attention_bias` or the architecture.
     if values.get("no_bias") is (not values.get("attention_bias", True)):
         known.add("no_bias")

@@ -3,6 +3,7 @@
 
 """Names and shapes of the tensors in Hugging Face checkpoints, and their comparison with those of a model."""
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax.state_dict import flatten_modules_for_export, to_state_dict
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
@@ -31,6 +32,11 @@ _MOST_NAMED = 5
 _FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Suffixes of tensors that contain all experts of a layer."""
 _ROUTER = ".mlp.gate.weight"
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+"""Names of a layer's mixture and of the weights of an expert: gate, up and down; by architecture."""
 MAX_EXPERTS = 4096
 """Maximum number of experts in a fused tensor; the time to split it grows with it."""
 
@@ -43,10 +49,10 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
     `checkpoint` is a folder with safetensors files, or a hub name; `model` may be shapes.
 
     Raises:
-        PolicyModelError: if tensors are missing, unused or of another shape, or a file is missing or damaged; the
-            message names them.
+        PolicyModelError: if tensors are missing, unused, of another shape, or both fused and separate, or a file is
+            missing or damaged; the message names them.
     """
-    shapes = read_tensor_shapes(checkpoint)
+    shapes = _with_split_experts(read_tensor_shapes(checkpoint), model, checkpoint)
     expected = tensor_shapes(model)
     tied = {"lm_head.weight"} - expected.keys()
     unused = [name for name in shapes if name not in expected | dict.fromkeys(tied) and not name.endswith(_BUFFERS)]
@@ -71,6 +77,28 @@ def check_tensors(checkpoint: str, model: LmHeadModel) -> None:
         )
 
 
+def _with_split_experts(
+    shapes: dict[str, tuple[int, ...]], model: LmHeadModel, checkpoint: str
+) -> dict[str, tuple[int, ...]]:
+    """Split the fused experts of a model in the shapes of a checkpoint's tensors."""
+    separate = dict(shapes)
+    mixtures = [name for name in shapes if name.endswith((*_FUSED, _ROUTER))]
+    split = jax.eval_shape(
+        functools.partial(split_experts, model_type=_model_type(model)),
+        {name: jax.ShapeDtypeStruct(separate.pop(name), jnp.float32) for name in mixtures},
+    )
+    if twice := [name for name in split if name in separate]:
+        raise PolicyModelError(
+            f"the weights in {checkpoint!r} contain some tensors twice, in the names of transformers 4 and in those of "
+            f"fused experts: {listing(twice)}; remove one of the two"
+        )
+    return separate | {name: tuple(leaf.shape) for name, leaf in split.items()}
+
+
+def _model_type(model: LmHeadModel) -> str:
+    return LmConfig.get_choice_name(type(cast(Any, model.config)))
+
+
 def tensor_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by their Hugging Face names."""
     named = eqx.filter_eval_shape(lambda model: to_tensors(eqx.filter(model, eqx.is_array)), model)
@@ -79,28 +107,32 @@ def tensor_shapes(model: LmHeadModel) -> dict[str, tuple[int, ...]]:
 
 def to_tensors(model: LmHeadModel) -> dict[str, jax.Array]:
     """Convert a model to the tensors of its Hugging Face form, by name."""
-    return split_experts(to_state_dict(flatten_modules_for_export(model)))
+    return split_experts(to_state_dict(flatten_modules_for_export(model)), _model_type(model))
 
 
-def split_experts(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Split fused tensors of Mixtral's experts into those of each expert; returns the same dictionary.
+def split_experts(tensors: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Split fused tensors of a mixture's experts into those of each expert; returns the same dictionary.
 
-    Levanter's new line writes `mlp.experts.gate_up_proj`, `[experts, 2 mlp, embed]`, and `mlp.experts.down_proj`,
-    `[experts, embed, mlp]`, which are the parameters of transformers 5. The files of both transformers and the servers
-    that read them have `w1` (gate), `w2` (down) and `w3` (up) of each expert. Levanter's old line reads no others. Each
-    fused tensor is removed before the next one is split.
+    The parameters of transformers 5 are `mlp.experts.gate_up_proj`, `[experts, 2 mlp, embed]`, and
+    `mlp.experts.down_proj`, `[experts, embed, mlp]`; levanter's new line writes those of `mixtral`. The files of both
+    transformers and the servers that read them have gate, up and down of each expert, which levanter reads. Each fused
+    tensor is removed before the next one is split. `model_type` is the architecture; others than mixtures are returned
+    as they are.
     """
+    if model_type not in _EXPERTS:
+        return tensors
+    mixture, (gate, up, down) = _EXPERTS[model_type]
     fused = [name for name in tensors if name.endswith(_FUSED) and _is_stack(tensors[name].shape)]
     for name in fused:
         layer, _, kind = name.partition(".mlp.experts.")
         stack = tensors.pop(name)
         half = stack.shape[1] // 2
-        rows = {"w1": slice(half), "w3": slice(half, None)} if kind == "gate_up_proj" else {"w2": slice(None)}
+        rows = {gate: slice(half), up: slice(half, None)} if kind == "gate_up_proj" else {down: slice(None)}
         for expert in range(stack.shape[0]):
             for weight, part in rows.items():
-                tensors[f"{layer}.block_sparse_moe.experts.{expert}.{weight}.weight"] = stack[expert, part]
+                tensors[f"{layer}.{mixture}.experts.{expert}.{weight}.weight"] = stack[expert, part]
         if (router := tensors.pop(layer + _ROUTER, None)) is not None:
-            tensors[f"{layer}.block_sparse_moe.gate.weight"] = router
+            tensors[f"{layer}.{mixture}.gate.weight"] = router
     return tensors
 
 
@@ -109,13 +141,10 @@ def _is_stack(shape: tuple[int, ...]) -> bool:
 
 
 def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of the tensors in a checkpoint's safetensors files.
-
-    The names are without the prefix of GPT-2, and fused experts are split.
+    """Read the shapes of the tensors in a checkpoint's safetensors files; names are without the prefix of GPT-2.
 
     Raises:
-        PolicyModelError: if a file is missing, damaged or in PyTorch's pickle format, or holds no floats, or if experts
-            are both fused and separate.
+        PolicyModelError: if a file is missing, damaged or in PyTorch's pickle format, or holds no floats.
     """
     _refuse_pickled(checkpoint)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -137,17 +166,7 @@ def read_tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
             f"the weights in {checkpoint!r} are not in bfloat16, float16, float32 or float64, as in quantized "
             f"checkpoints: {listing(not_weights)}; use the checkpoint that they were made from"
         )
-    named = {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
-    mixtures = [name for name in named if name.endswith((*_FUSED, _ROUTER))]
-    split = jax.eval_shape(
-        split_experts, {name: jax.ShapeDtypeStruct(named.pop(name), jnp.float32) for name in mixtures}
-    )
-    if twice := [name for name in split if name in named]:
-        raise PolicyModelError(
-            f"the weights in {checkpoint!r} contain some tensors twice, in the names of transformers 4 and in those of "
-            f"fused experts: {listing(twice)}; remove one of the two"
-        )
-    return named | {name: tuple(leaf.shape) for name, leaf in split.items()}
+    return {name.removeprefix(f"{BASE_PREFIX}."): shape for name, shape in shapes.items()}
 
 
 def read_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -3,19 +3,23 @@
 
 """Supported architectures, and checks of their settings that need neither levanter nor transformers."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from marin_rl.utils.levanter_line import field_of_key
+from marin_rl.utils.levanter_line import IS_NEW, ONLY_NEW, field_of_key
 
-MODEL_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3")
+_TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = tuple(name for name in _TYPES if IS_NEW or name not in ONLY_NEW)
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 SIZES = (
     *("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("n_routed_experts", "num_experts_per_tok", "flash_attention_block_size", "sliding_window"),
+    *("n_routed_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_dim"),
+    *("flash_attention_block_size", "sliding_window"),
 )
 """Settings of levanter's model configs that are numbers of at least 1, or null."""
-
+MAX_EXPERTS = 65_534
+"""Maximum number of experts of a layer: recorded choices have 16 bits, and one value stands for none."""
 
 EXACT_WITH_CAP = ("vanilla", "splash", "pallas")
 """Attention kernels that differentiate the cap of the attention logits."""
@@ -44,6 +48,7 @@ def model_problems(model: Any) -> Iterator[str]:
         yield "model.rope is null, but the model needs rotary embeddings; leave it out, or set model.rope.type"
     yield from rope_problems(getattr(model, "rope", None))
     yield from _gemma_problems(name, model)
+    yield from _mixture_problems(model)
     sizes = {size: value for size in SIZES if (value := _setting(model, size)) is not None}
     wrong = [f"model.{size} is {value}; it must be at least 1" for size, value in sizes.items() if value < 1]
     yield from wrong or _shape_problems(sizes)
@@ -106,6 +111,18 @@ def _gemma_problems(name: str, model: Any) -> Iterator[str]:
             yield f"model.{key} is {given}, but levanter computes {name} models with {text}; set it to {text}"
 
 
+def _mixture_problems(model: Any) -> Iterator[str]:
+    if getattr(model, "dense_router_gradient", False):
+        yield (
+            "model.dense_router_gradient is true, but it is not supported: marin_rl computes the experts itself; set "
+            "it to false"
+        )
+    for key in ("lbl_coef", "rzl_coef", "router_aux_loss_coef", "router_z_loss_coef"):
+        value = getattr(model, key, None)
+        if value is not None and not 0 <= value < math.inf:
+            yield f"model.{key} is {value}; it must be at least 0 and finite, or null"
+
+
 def window_problem(model: Any, max_length: int, section: str = "rollouts") -> str | None:
     """Problem of a mixtral's attention window, which levanter does not export.
 
@@ -132,8 +149,11 @@ def _shape_problems(sizes: dict[str, int]) -> Iterator[str]:
             f"model.hidden_dim is {sizes['hidden_dim']}, which model.num_heads = {heads} does not divide; set "
             f"hidden_dim to a multiple of it, such as {-(-sizes['hidden_dim'] // heads) * heads}, or another num_heads"
         )
-    if sizes.get("num_experts_per_tok", 0) > sizes.get("n_routed_experts", 0):
+    experts = "num_experts" if "num_experts" in sizes else "n_routed_experts"
+    if sizes.get("num_experts_per_tok", 0) > sizes.get(experts, 0):
         yield (
-            f"model.num_experts_per_tok is {sizes['num_experts_per_tok']}, but there are only model.n_routed_experts = "
-            f"{sizes.get('n_routed_experts')} experts; lower it, or raise n_routed_experts"
+            f"model.num_experts_per_tok is {sizes['num_experts_per_tok']}, but there are only model.{experts} = "
+            f"{sizes.get(experts)} experts; lower it, or raise {experts}"
         )
+    if sizes.get(experts, 0) > MAX_EXPERTS:
+        yield f"model.{experts} is {sizes[experts]}; it must be at most {MAX_EXPERTS}"

@@ -13,10 +13,10 @@ from levanter.models.olmo import Olmo2Config
 from transformers import Olmo3Config as HfOlmo3Config
 from transformers import PretrainedConfig
 
-from marin_rl.utils.levanter_line import register_olmo3
+from marin_rl.utils.levanter_line import register_in_place
 
 
-@register_olmo3()
+@register_in_place("olmo3")
 @dataclass(frozen=True)
 class Olmo3Config(Olmo2Config):
     """Configuration of OLMo 3.

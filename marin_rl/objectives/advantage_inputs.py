@@ -145,8 +145,8 @@ def uniform_advantages(inputs: AdvantageInputs, advantage: float) -> TokenAdvant
     return TokenAdvantages(np.full(len(inputs.turn_ids), advantage, np.float64), np.zeros(len(inputs.turn_ids)))
 
 
-def split(values: Shaped[np.ndarray, " values"], lengths: Sequence[int]) -> list[Shaped[np.ndarray, " _part"]]:
-    """Split an array into consecutive parts, which are views of it.
+def split(values: Shaped[np.ndarray, "values ..."], lengths: Sequence[int]) -> list[Shaped[np.ndarray, "_part ..."]]:
+    """Split an array along its first axis into consecutive parts, which are views of it.
 
     >>> [part.tolist() for part in split(np.array([1, 2, 3]), [1, 0, 2])]
     [[1], [], [2, 3]]

@@ -28,6 +28,7 @@ from marin_rl.learner.scoring import Scorer, Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
 from marin_rl.models.lora import Adapter
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.models.peft_format import load_peft_adapter
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.utils.devices.setup import microbatch_rows, platform_of, start_devices
@@ -151,7 +152,18 @@ class AbstractModelParts(abc.ABC):
             block_size=self.logprob_block,
             capacity=layout.microbatches(self.config.rows.sequences_per_step),
             accuracy=self.measures_accuracy,
+            experts=self.scores_experts,
         )
+
+    @property
+    def scores_experts(self) -> bool:
+        """Whether the updates of a step use the experts that the scorer chooses."""
+        return False
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return mixture_shape(self.model) is not None
 
     @property
     @abc.abstractmethod

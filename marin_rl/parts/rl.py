@@ -17,7 +17,7 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.batching.packing import Prompt, RowLayout
 from marin_rl.batching.rows import GroupSizes
 from marin_rl.config.reference_config import decays
-from marin_rl.config.sections import Mode
+from marin_rl.config.sections import Mode, RoutingReplay
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.environments.base import AbstractEnvironment, EnvironmentConfig, Split
 from marin_rl.environments.random_reward import RandomRewardConfig
@@ -242,6 +242,7 @@ class RunParts(AbstractModelParts):
             weight_poll=weight_poll,
             trainer=self.trainer,
             call_seconds=call_seconds,
+            experts=self.config.samples_experts,
         )
 
     # The learner.
@@ -260,16 +261,27 @@ class RunParts(AbstractModelParts):
     @property
     def optional_arrays(self) -> frozenset[str]:
         """Names of the arrays of a batch that not every loss reads."""
-        needed = {"ce_weights": self.config.observation_loss is not None, "ref_kl_weights": self.config.needs_teacher}
+        needed = {
+            "ce_weights": self.config.observation_loss is not None,
+            "ref_kl_weights": self.config.needs_teacher,
+            "router_weights": self.has_router,
+            "experts": self.config.replays_experts,
+        }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     @property
     def own_scorings(self) -> float:
         """How often a step scores its rollouts with the trained weights, on average: see `BatchBuilder`."""
-        if self.config.critic is not None or self.config.off_policy_correction.needs_sampling_logprobs:
+        corrects = self.config.off_policy_correction.needs_sampling_logprobs
+        if self.config.critic is not None or corrects or self.scores_experts:
             return 1.0
         store = self.config.rollout_store
         return 1 / store.every if store.learner_logprobs and store.every else 0.0
+
+    @property
+    def scores_experts(self) -> bool:
+        """Whether the updates of a step use the experts that the scorer chooses."""
+        return self.config.routing_replay is RoutingReplay.RECOMPUTE
 
     @property
     def passes_per_step(self) -> int:

@@ -36,13 +36,27 @@ def make_learner(
     return Learner(trainer, optimizer, loss, num_updates=num_updates, capacity=capacity, frozen=frozen)
 
 
-def pack_tokens(batch: RolloutBatch, layout: RowLayout, pad_token_id: int, rows: OwnRows | None = None) -> PackedBatch:
+def pack_tokens(
+    batch: RolloutBatch,
+    layout: RowLayout,
+    pad_token_id: int,
+    rows: OwnRows | None = None,
+    *,
+    has_router: bool = False,
+) -> PackedBatch:
     """Pack a batch into microbatches whose loss is the mean cross-entropy of the tokens on the loss mask.
 
-    `rows` returns those of a microbatch that this process gets; None for all.
+    `rows` returns those of a microbatch that this process gets; None for all. `has_router` is that of `pack_batch`.
     """
-    mask = batch.loss_mask
-    return pack_batch(batch, TOKEN_MEAN, layout, pad_token_id=pad_token_id, own_rows=rows, ce_mask=mask)
+    return pack_batch(
+        batch,
+        TOKEN_MEAN,
+        layout,
+        pad_token_id=pad_token_id,
+        own_rows=rows,
+        ce_mask=batch.loss_mask,
+        has_router=has_router,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +77,12 @@ class SupervisedParts(AbstractModelParts):
     @property
     def optional_arrays(self) -> frozenset[str]:
         """Names of the arrays of a batch that not every loss reads."""
-        return frozenset({"ce_weights"})
+        return frozenset({"ce_weights", *self.router_arrays})
+
+    @property
+    def router_arrays(self) -> frozenset[str]:
+        """Names of the arrays for the router of a mixture."""
+        return frozenset({"router_weights"}) if self.has_router else frozenset()
 
     @property
     def whole_rollouts(self) -> bool:
@@ -82,7 +101,8 @@ class SupervisedParts(AbstractModelParts):
 
     def pack(self, batch: RolloutBatch) -> PackedBatch:
         """Pack a batch into microbatches, of which this process gets its rows."""
-        return pack_tokens(batch, self.layout, self.tokenizer.pad_token_id, own_rows(self.trainer))
+        pad, rows = self.tokenizer.pad_token_id, own_rows(self.trainer)
+        return pack_tokens(batch, self.layout, pad, rows, has_router=self.has_router)
 
     def equal_step(self, lengths: Lengths | None = None) -> EqualStep:
         """Return a step with sequences of these lengths; None for the longest."""
@@ -117,12 +137,13 @@ class PreferenceParts(SupervisedParts):
     @property
     def optional_arrays(self) -> frozenset[str]:
         """Names of the arrays of a batch that not every loss reads."""
-        return frozenset()
+        return self.router_arrays
 
     def pack(self, batch: RolloutBatch) -> PackedBatch:
         """Pack a batch into microbatches, of which this process gets its rows. The loss is the mean over pairs."""
         pad, rows = self.tokenizer.pad_token_id, own_rows(self.trainer)
-        return pack_batch(batch, PAIR_MEAN, self.layout, pad_token_id=pad, own_rows=rows)
+        router = self.has_router
+        return pack_batch(batch, PAIR_MEAN, self.layout, pad_token_id=pad, own_rows=rows, has_router=router)
 
     @property
     def whole_rollouts(self) -> bool:

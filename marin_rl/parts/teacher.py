@@ -46,7 +46,8 @@ def find_teacher(parts: RunParts, path: str) -> tuple[RunParts, str]:
         )
     precision, kind = parts.trainer.mp, parts.trainer.mp.compute_dtype
     trainer = dataclasses.replace(parts.trainer, mp=jmp.Policy(kind, kind, precision.output_dtype))
-    own = dataclasses.replace(config, model=architecture, lora=None, reference=InitialReferenceConfig())
+    alone = {"lora": None, "routing_replay": None, "reference": InitialReferenceConfig()}
+    own = dataclasses.replace(config, model=architecture, **alone)
     return dataclasses.replace(parts, config=own, trainer=trainer), folder
 
 

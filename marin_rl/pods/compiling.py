@@ -50,11 +50,12 @@ def compile_program(name: str, run: RunShapes) -> ProgramMemory | CompileFailure
     """Compile a program of a run on the current devices.
 
     Programs with one copy of the code per layer are compiled with one and two layers. The difference is the cost of a
-    layer; temporaries are those of two layers, because layers run one after another. `name` is one of `programs.LOWER`.
+    layer; temporaries are those of two layers, because layers run one after another. Layers of different kinds are all
+    compiled. `name` is one of `programs.LOWER`.
     """
     start = time.perf_counter()
     try:
-        if name not in UNROLLED or run.num_layers <= 2:
+        if name not in UNROLLED or run.num_layers <= 2 or run.has_dense_layers:
             memory = compiled_memory(name, run)
         else:
             one, two = (compiled_memory(name, run.with_layers(count)) for count in (1, 2))

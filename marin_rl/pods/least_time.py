@@ -14,6 +14,7 @@ import equinox as eqx
 import haliax.nn as hnn
 import jax
 
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.pods.chips import Chip, Number
 from marin_rl.pods.compiling import chip_bytes
 from marin_rl.pods.programs import RunShapes
@@ -89,13 +90,14 @@ def forward_flops(run: RunShapes, tokens: Number, context: Number, head_tokens: 
     `context` is the mean number of positions that a token attends to; `head_tokens` have their logits computed.
     """
     policy, config = cast(Any, run.policy), cast(Any, run.config.model)
+    mixture = cast(Any, mixture_shape(config))
 
     def is_product(node: Any) -> bool:
         return isinstance(node, hnn.Linear | hnn.MoELinear)
 
     linear = 0.0
     for node in filter(is_product, jax.tree.leaves(policy.transformer, is_leaf=is_product)):
-        used = config.num_experts_per_tok / config.n_routed_experts if isinstance(node, hnn.MoELinear) else 1
+        used = mixture.per_token / mixture.experts if isinstance(node, hnn.MoELinear) else 1
         linear += used * math.prod(node.weight.array.shape)
     head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
     attention = run.num_layers * config.num_heads * head_size

@@ -27,6 +27,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
 from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
+from marin_rl.models.mixture import TOP_EXPERTS, mixture_shape
 from marin_rl.parts.model import AbstractModelParts
 from marin_rl.parts.rl import RunParts
 from marin_rl.parts.teacher import teacher_spec
@@ -121,6 +122,12 @@ class RunShapes:
         """Return shapes with the shardings of the sampler's weights."""
         return placed_shape(tree, cast(Mesh, self.sizes.mesh), self.trainer.compute_axis_mapping)
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers of a mixture of experts are dense."""
+        mixture = mixture_shape(cast(LmConfig, self.config.model))
+        return mixture is not None and mixture.layers < self.num_layers
+
     def with_layers(self, count: int) -> "RunShapes":
         """Return the same run with another number of layers."""
         if count not in self._by_layers:
@@ -136,7 +143,9 @@ class RunShapes:
     @functools.cached_property
     def sizes(self) -> SamplerSizes:
         """Sizes of the sampler."""
-        return sampler_sizes(self.rl.sampling, self.rl.rollouts.max_length, self.trainer)
+        return sampler_sizes(
+            self.rl.sampling, self.rl.rollouts.max_length, self.trainer, experts=self.rl.samples_experts
+        )
 
     @functools.cached_property
     def sampler_programs(self) -> SamplerPrograms:
@@ -202,7 +211,7 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
     learner = run.parts.make_learner(run.layout, run.base, run.teacher)
     state = run.place(learner.state_shape(run.spec.trained))
-    return learner.lower(state, [_batch(run.layout, run.parts.optional_arrays)])
+    return learner.lower(state, [_batch(run.layout, run.parts.optional_arrays, run.parts.model)])
 
 
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
@@ -303,13 +312,20 @@ def programs_of(parts: AbstractModelParts, hosts: int) -> list[str]:
     return [name for name in LOWER if needed[name]]
 
 
-def _batch(layout: RowLayout, optional: Collection[str] = ()) -> RlExample:
-    """Return a microbatch without content, with some optional arrays."""
+def _batch(layout: RowLayout, optional: Collection[str] = (), model: LmConfig | None = None) -> RlExample:
+    """Return a microbatch without content, with some optional arrays; `model` is that of chosen experts."""
     axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
     shape = [axis.size for axis in axes]
-    names = [*optional, *(() if layout.group is None else ("prompt_segment_ids",))]
+    names = [*(set(optional) - {"experts"}), *(() if layout.group is None else ("prompt_segment_ids",))]
     dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name in names}
     arrays = {name: hax.NamedArray(cast(Any, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}
+    if "experts" in optional:
+        assert model is not None
+        mixture = mixture_shape(model)
+        assert mixture is not None
+        axes = (*axes, Axis("layer", mixture.layers), Axis(TOP_EXPERTS, mixture.per_token))
+        chosen = np.zeros([axis.size for axis in axes], mixture.dtype)
+        arrays["experts"] = hax.NamedArray(cast(Any, chosen), axes)
     return RlExample(**arrays, group=layout.group)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from marin_rl.environments.agent import named_rewards
 from marin_rl.environments.base import AgentResult
-from marin_rl.rollouts.attempt import Attempt, Limits
+from marin_rl.rollouts.attempt import Attempt, Limits, keep_new_experts
 from marin_rl.rollouts.request_batcher import RequestBatcher
 from marin_rl.rollouts.rollout_builder import RolloutBuilder
 from marin_rl.sampling.sampler import SampledTokens, SampleRequest
@@ -397,14 +397,17 @@ class AgentRecorder:
     def _record(
         self, sequence: _Sequence, prompt: tuple[int, ...], generation: Generation, served: Served, response: str
     ) -> None:
+        observation = prompt[len(sequence.tokens) :]
+        generation = keep_new_experts(self.rollout_id, generation, len(sequence.tokens), len(observation))
         if served.has_stopped:
+            experts, dropped = generation.experts, len(generation.token_ids) - served.num_tokens
             generation = dataclasses.replace(
                 generation,
                 token_ids=generation.token_ids[: served.num_tokens],
                 logprobs=generation.logprobs[: served.num_tokens],
                 stop_reason=StopReason.STOP,
+                experts=None if experts is None else experts[: len(experts) - dropped],
             )
-        observation = prompt[len(sequence.tokens) :]
         reply = Message(role="assistant", content=self._tokenizer.decode_reply(generation.token_ids))
         tokens = prompt + generation.token_ids
         if (chat := self._prompts.get(_digest(prompt))) is not None:
@@ -457,12 +460,14 @@ def _without_repetition(turn: Turn) -> Turn:
 
 def _join(parts: Sequence[SampledTokens]) -> Generation:
     """Return a generation that ended with these parts."""
+    experts = [part.experts for part in parts if part.experts is not None]
     return Generation(
         token_ids=tuple(token for part in parts for token in part.token_ids),
         logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
         stop_reason=StopReason.STOP,
         first_version=parts[0].first_version,
         last_version=parts[-1].last_version,
+        experts=np.concatenate(experts) if experts else None,
     )
 
 

@@ -11,7 +11,7 @@ import logging
 from marin_rl.rollouts.config import LongPrompts
 from marin_rl.sampling.sampler import PromptTooLongError
 from marin_rl.tokenization.chat import ChatTokenizer
-from marin_rl.types import Message, Task
+from marin_rl.types import Generation, Message, Task
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +125,27 @@ class Attempt:
     """Sampling temperature; 0 is greedy."""
     anchor: str
     """Hash of the state that the prompt shows."""
+
+
+def keep_new_experts(rollout_id: str, generation: Generation, num_context: int, num_observed: int) -> Generation:
+    """Remove the chosen experts that earlier turns have; those of the previous turn's last token are new.
+
+    Args:
+        rollout_id: id of the rollout, for the error.
+        generation: the sampler's reply, with the experts of its whole prompt.
+        num_context: number of tokens of the sequence before the turn.
+        num_observed: number of tokens of the turn's observation.
+
+    Raises:
+        ValueError: if the reply has the experts of another number of tokens; names the rollout.
+    """
+    if generation.experts is None:
+        return generation
+    prompt, sampled = num_context + num_observed, len(generation.token_ids)
+    if len(generation.experts) != prompt + sampled - 1:
+        raise ValueError(
+            f"rollout {rollout_id}: the sampler reported the experts of {len(generation.experts)} tokens for a prompt "
+            f"of {prompt} and {sampled} sampled tokens; expected those of {prompt + sampled - 1}, all but the last"
+        )
+    # A copy, because a view would keep the rows of the whole prompt in memory.
+    return dataclasses.replace(generation, experts=generation.experts[max(num_context - 1, 0) :].copy())

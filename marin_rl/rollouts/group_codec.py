@@ -7,11 +7,13 @@ The records of [`types`][marin_rl.types] define the format. A task is a JSON obj
 a binary message:
 
 ```
-rollout-group-2    format, with a line feed
-u64 u64 u64        bytes of JSON, number of token ids, number of log-probs
-JSON               the group as an object, with the length of each list of token ids or log-probs in its place
+rollout-group-3    format, with a line feed
+u64 u64 u64 u64    bytes of JSON, number of token ids, number of log-probs, bytes of arrays
+JSON               the group as an object; in the place of a list of token ids or log-probs, its length, and of an
+                   array, its type and shape
 i32 ...            the token ids of all lists
 f64 ...            the log-probs of all lists
+u8 or u16 ...      the experts of all arrays
 ```
 
 Numbers are little-endian. The lists of a record come before those of the records inside it, in the order of fields. The
@@ -23,18 +25,33 @@ import enum
 import functools
 import itertools
 import json
+import math
 import struct
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from marin_rl.types import Generation, Observation, RewardResult, Rollout, RolloutGroup, Task, Turn, TurnReward
+import numpy as np
 
-_FORMAT = b"rollout-group-2\n"
-_SIZES = struct.Struct("<QQQ")
+from marin_rl.types import (
+    EXPERT_DTYPES,
+    Generation,
+    Observation,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    Task,
+    Turn,
+    TurnReward,
+)
+
+_FORMAT = b"rollout-group-3\n"
+_SIZES = struct.Struct("<QQQQ")
 _TOKENS, _LOGPROBS = tuple[int, ...], tuple[float, ...]
 """The types of fields that are lists of token ids, or of log-probs."""
+_ARRAY = "np.ndarray | None"
+"""The type of fields that are arrays."""
 _RECORDS = frozenset({RolloutGroup, Rollout, Task, Turn, Generation, Observation, RewardResult, TurnReward})
 
 
@@ -66,14 +83,16 @@ def encode_group(group: RolloutGroup) -> bytes:
         ValueError: if the group contains a value that is not JSON, a token id that is not a 32-bit integer, or a
             log-prob that is not a number; the message names the group.
     """
-    lists: dict[Any, list[Any]] = {_TOKENS: [], _LOGPROBS: []}
+    lists: dict[Any, list[Any]] = {_TOKENS: [], _LOGPROBS: [], _ARRAY: []}
     try:
         text = json.dumps(group, default=functools.partial(_json_fields, lists), separators=(",", ":")).encode()
         tokens, logprobs = lists[_TOKENS], lists[_LOGPROBS]
         arrays = struct.pack(f"<{len(tokens)}i", *tokens), struct.pack(f"<{len(logprobs)}d", *logprobs)
     except (TypeError, ValueError, struct.error) as error:
         raise ValueError(f"group {group.id!r} cannot be saved: {error}") from error
-    return b"".join((_FORMAT, _SIZES.pack(len(text), len(tokens), len(logprobs)), text, *arrays))
+    experts = lists[_ARRAY]
+    sizes = _SIZES.pack(len(text), len(tokens), len(logprobs), sum(map(len, experts)))
+    return b"".join((_FORMAT, sizes, text, *arrays, *experts))
 
 
 def decode_group(data: bytes) -> RolloutGroup:
@@ -87,19 +106,20 @@ def decode_group(data: bytes) -> RolloutGroup:
         raise OtherFormatError(f"a group is not in the format {_FORMAT.decode().strip()!r} of this version")
     try:
         at = len(_FORMAT) + _SIZES.size
-        text_size, num_tokens, num_logprobs = _SIZES.unpack_from(data, len(_FORMAT))
-        if len(data) != at + text_size + 4 * num_tokens + 8 * num_logprobs:
+        text_size, num_tokens, num_logprobs, array_size = _SIZES.unpack_from(data, len(_FORMAT))
+        if len(data) != at + text_size + 4 * num_tokens + 8 * num_logprobs + array_size:
             raise ValueError(f"it has {len(data)} bytes")
         values = json.loads(data[at : at + text_size])
         at += text_size
         lists = {
             _TOKENS: _Reader(struct.unpack_from(f"<{num_tokens}i", data, at)),
             _LOGPROBS: _Reader(struct.unpack_from(f"<{num_logprobs}d", data, at + 4 * num_tokens)),
+            _ARRAY: _Reader(memoryview(data)[len(data) - array_size :]),
         }
         group = _decoder(RolloutGroup)(values, lists)
         if not all(each.is_read for each in lists.values()):
             raise ValueError("the lengths of its lists differ from its arrays")
-    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError, struct.error) as error:
         raise ValueError(f"an encoded group is damaged: {error}") from error
     return group
 
@@ -123,10 +143,10 @@ def split_parts(message: bytes) -> list[bytes]:
 class _Reader:
     """Splits an array into lists."""
 
-    def __init__(self, values: tuple[Any, ...]) -> None:
+    def __init__(self, values: Any) -> None:
         self._values, self._at = values, 0
 
-    def take(self, count: int) -> tuple[Any, ...]:
+    def take(self, count: int) -> Any:
         start, self._at = self._at, self._at + count
         return self._values[start : self._at]
 
@@ -136,24 +156,42 @@ class _Reader:
 
 
 def _json_fields(lists: Mapping[Any, list[Any]], record: object) -> dict[str, Any]:
-    """Return a record's fields for JSON; token ids and log-probs are moved to `lists`."""
+    """Return a record's fields for JSON; token ids, log-probs and arrays are moved to `lists`."""
     if type(record) not in _RECORDS:
         raise TypeError(f"{type(record).__name__} is not a JSON value")
     fields = dict(vars(record))
     for name, kind in _list_fields(type(record)):
-        lists[kind].extend(fields[name])
-        fields[name] = len(fields[name])
+        if kind != _ARRAY:
+            lists[kind].extend(fields[name])
+            fields[name] = len(fields[name])
+        elif (array := fields[name]) is not None:
+            lists[kind].append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+            fields[name] = [array.dtype.name, *array.shape]
     return fields
+
+
+def _read_array(described: Sequence[Any] | None, reader: _Reader) -> np.ndarray | None:
+    """Invert the conversion of an array to bytes, with its type and shape."""
+    if described is None:
+        return None
+    name, *shape = described
+    if name not in EXPERT_DTYPES or min(shape, default=0) < 0:
+        raise ValueError(f"an array is {described!r:.100}")
+    dtype = np.dtype(name)
+    data = reader.take(math.prod(shape) * dtype.itemsize)
+    # A copy in the order of this machine's bytes, which does not keep the message in memory.
+    return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
 
 
 @functools.cache
 def _list_fields(kind: Any) -> list[tuple[str, Any]]:
-    """The fields of a record that are lists of token ids or log-probs, with their types in `lists`."""
-    return [(field.name, field.type) for field in dataclasses.fields(kind) if field.type in (_TOKENS, _LOGPROBS)]
+    """The fields of a record that are lists of token ids or log-probs, or arrays, with their types in `lists`."""
+    kinds = (_TOKENS, _LOGPROBS, _ARRAY)
+    return [(field.name, field.type) for field in dataclasses.fields(kind) if field.type in kinds]
 
 
 Decode = Callable[[Any, Mapping[Any, _Reader]], Any]
-"""Converts JSON values to a type; lists of token ids and log-probs are taken from readers."""
+"""Converts JSON values to a type; lists of token ids and log-probs, and arrays, are taken from readers."""
 
 
 @functools.cache
@@ -186,7 +224,8 @@ def _record_decoder(kind: Any) -> Decode:
     def decode(values: Mapping[str, Any], lists: Mapping[Any, _Reader]) -> Any:
         fields = dict(values)
         for name, list_kind in list_fields:
-            fields[name] = lists[list_kind].take(fields[name])
+            reader = lists[list_kind]
+            fields[name] = _read_array(fields[name], reader) if list_kind == _ARRAY else reader.take(fields[name])
         for name, decode_field in converted:
             fields[name] = decode_field(fields[name], lists)
         return kind(**fields)

@@ -17,7 +17,7 @@ from marin_rl.environments.base import AgentResult, Step
 from marin_rl.environments.random_reward import RandomRewards
 from marin_rl.rewards.pipeline import failure, turn_rewards, weighted_rewards
 from marin_rl.rewards.sandbox.functions import RewardRequest
-from marin_rl.rollouts.attempt import Attempt, Limits, state_hash
+from marin_rl.rollouts.attempt import Attempt, Limits, keep_new_experts, state_hash
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import (
@@ -134,7 +134,11 @@ class RolloutBuilder:
 
         The text is the reply, after what the generation prompt adds to the turn, such as `<think>\n`. Without it,
         environments would take unclosed thoughts for an answer, and a reward for the format would miss the tag.
+
+        Raises:
+            ValueError: if the generation has the experts of another number of tokens.
         """
+        generation = keep_new_experts(self._attempt.id, generation, len(self._context), len(self._observation))
         reply = self._tokenizer.decode_reply(generation.token_ids)
         self._reply_starts.append(self._tokenizer.reply_start(self._observation))
         number = len(self._turns)

@@ -59,6 +59,10 @@ class RolloutStoreConfig(ConfigSection):
     stale: bool = False
     """Also store groups that became too old before any step trained on them (`mode: async`), with the step that dropped
     them; their `not_trained` is `stale`."""
+    experts: bool = False
+    """Also store the experts that the router of a mixture of experts chose when it sampled, so that a replay can route
+    by them. A token needs (layers with experts) · (experts per token) bytes, twice as many with more than 255 experts,
+    before compression."""
 
     def stores(self, step: int, purpose: str = TRAINING) -> bool:
         """Whether to store the rollouts of a step."""
@@ -270,7 +274,8 @@ class RolloutStore:
         purpose: str,
         stale_ids: Collection[str],
     ) -> None:
-        table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids)
+        experts = self._config.experts
+        table = as_table(rollouts, step, purpose, advantages, self._piece, stale_ids, experts=experts)
         data = as_parquet(table)
         target = self.folder / f"{_PREFIX[purpose]}-{step:08d}.parquet"
         write_bytes(target, data)

@@ -32,7 +32,7 @@ from marin_rl.types import (
     Turn,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Increased with every change of the columns; files of other versions are refused."""
 
 VERSION_KEY = b"marin_rl.rollouts.version"
@@ -96,6 +96,9 @@ _OBSERVATION = pa.struct(
     [_TURN.field(name) for name in ("messages", "starts_sequence", "observation_tokens", "observation_pieces")]
 )
 
+# Bytes of all turns may exceed 2 GiB.
+_EXPERTS = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("data", pa.large_binary())])
+
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -120,6 +123,7 @@ SCHEMA = pa.schema(
         ("info", pa.string()),
         ("turns", pa.list_(_TURN)),
         ("last_observation", _OBSERVATION),
+        ("experts", pa.list_(_EXPERTS)),
     ],
     metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
@@ -157,6 +161,8 @@ def as_table(
     stored: Mapping[str, StoredAdvantages],
     piece: PieceOf,
     stale_groups: Collection[str] = (),
+    *,
+    experts: bool = False,
 ) -> pa.Table:
     """Convert rollouts to a table with the columns of `SCHEMA`.
 
@@ -167,6 +173,7 @@ def as_table(
         stored: advantages by rollout id, for the rollouts that were trained on.
         piece: maps a token id to its bytes.
         stale_groups: ids of groups that were dropped for their age before training.
+        experts: whether to include the chosen experts.
 
     Raises:
         ValueError: if an array does not have the rollout's length; names the rollout.
@@ -179,6 +186,7 @@ def as_table(
             "purpose": purpose,
             "not_trained": _why_not_trained(rollout, purpose, advantages, rollout.group_id in stale_groups),
             **_row(rollout, advantages, piece),
+            "experts": [_array_fields(turn.generation.experts) for turn in rollout.turns] if experts else None,
         }
         for rollout, advantages in zip(rollouts, own, strict=True)
     ]
@@ -214,6 +222,21 @@ def _row(rollout: Rollout, stored: StoredAdvantages | None, piece: PieceOf) -> d
         "info": _info_text(rollout.info),
         "last_observation": None if rollout.last_observation is None else _observation(rollout.last_observation, piece),
     }
+
+
+def _array_fields(array: np.ndarray | None) -> dict[str, Any] | None:
+    if array is None:
+        return None
+    data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    return {"dtype": array.dtype.name, "shape": array.shape, "data": data}
+
+
+def _restored_array(fields: Mapping[str, Any] | None) -> np.ndarray | None:
+    """Invert `_array_fields`."""
+    if fields is None:
+        return None
+    dtype = np.dtype(fields["dtype"])
+    return np.frombuffer(fields["data"], dtype.newbyteorder("<")).reshape(fields["shape"]).astype(dtype)
 
 
 def _observation(last: Observation, piece: PieceOf) -> dict[str, Any]:
@@ -363,7 +386,7 @@ RESTORED_SCORES = ("learner_logprobs", "reference_logprobs", "values")
 """Columns with one number per sampled token that scoring has computed before the update."""
 
 _OF_ROLLOUTS = ("id", "group_id", "task_id", "environment", "answer", "status", "error", "not_trained", "rewards")
-COLUMNS = (*_OF_ROLLOUTS, "turns")
+COLUMNS = (*_OF_ROLLOUTS, "turns", "experts")
 """Columns that `groups_of_table` reads."""
 _OF_TURNS = ("rewards", "anchor_state", "starts_sequence", "stop_reason", "first_version", "last_version")
 _OF_TOKENS = ("observation_tokens", "token_ids", "logprobs", *RESTORED_SCORES)
@@ -386,10 +409,11 @@ class StoredGroups(NamedTuple):
 def groups_of_table(table: pa.Table) -> StoredGroups:
     """Restore the groups that a step trained on; groups that were filtered out or too old are left out.
 
-    Tokens, log-probs, rewards and scores are stored exactly as training used them. Everything else is not restored:
-    messages, evaluations, metrics, timings and free metadata. The table has the `COLUMNS` of a step's rollouts.
+    Tokens, log-probs, rewards, scores and chosen experts, if they were stored, are exactly as training used them.
+    Everything else is not restored: messages, evaluations, metrics, timings and free metadata. The table has the
+    `COLUMNS` of a step's rollouts.
     """
-    rows = table.select(_OF_ROLLOUTS).to_pylist(maps_as_pydicts="strict")
+    rows = table.select([*_OF_ROLLOUTS, "experts"]).to_pylist(maps_as_pydicts="strict")
     turns = table["turns"].combine_chunks()
     fields = {name: turns.values.field(name).to_pylist(maps_as_pydicts="strict") for name in _OF_TURNS + _OF_TOKENS}
     members: dict[str, list[Rollout]] = {}
@@ -413,14 +437,14 @@ def _rollout(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> Roll
         id=row["id"],
         group_id=row["group_id"],
         task=Task(row["task_id"], row["environment"], _NO_MESSAGES, row["answer"] or ""),
-        turns=tuple(map(_turn, turns)),
+        turns=tuple(map(_turn, turns, row["experts"] or [None] * len(turns))),
         status=RolloutStatus(row["status"]),
         rewards=row["rewards"],
         error=row["error"],
     )
 
 
-def _turn(turn: Mapping[str, Any]) -> Turn:
+def _turn(turn: Mapping[str, Any], experts: Mapping[str, Any] | None) -> Turn:
     return Turn(
         observation_tokens=tuple(turn["observation_tokens"]),
         generation=Generation(
@@ -429,6 +453,7 @@ def _turn(turn: Mapping[str, Any]) -> Turn:
             stop_reason=StopReason(turn["stop_reason"]),
             first_version=turn["first_version"],
             last_version=turn["last_version"],
+            experts=_restored_array(experts),
         ),
         messages=(),
         rewards=turn["rewards"],

@@ -22,15 +22,16 @@ from levanter.layers.attention import Attention, AttentionConfig
 from levanter.layers.rotary import RotaryEmbeddings
 from levanter.models.gpt2 import Gpt2Attention, Gpt2Block, Gpt2Config
 from levanter.models.lm_model import LmConfig, LmHeadModel
-from levanter.models.mixtral import MixtralConfig, MixtralDecoderLayer, MixtralSparseMoeBlock, MixtralTransformer
 
 from marin_rl.models.attention_windows import window_rope, windows_within
 from marin_rl.models.lora import merge_adapter
+from marin_rl.models.mixture import TOP_EXPERTS, mixture_shape, routed_activations, with_routing
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, DenseAttention, LayerCache, Tokens
 from marin_rl.utils.levanter_line import shard
 
 Cache = tuple[LayerCache, ...]
-"""The cache of every layer."""
+"""The cache of every layer. If the chosen experts are recorded, one more array: those of every token, `[slot, context,
+layers, experts of a token]`."""
 
 
 class CachedModel(NamedTuple):
@@ -57,12 +58,20 @@ class CachedModel(NamedTuple):
         positions = jnp.where(tokens.positions == PADDING, 0, tokens.positions)
         positions = hax.named(positions.reshape(-1), Position)
         rotary = (self.rotary, self.window_rotary or self.rotary)
-        layers = _CachedLayers(tokens, positions, list(cache), rotary, all_slots)
-        activations = self.model.activations(
-            hax.named(tokens.ids.reshape(-1), Position), cast(Any, layers), key=None, pos_ids=positions
+        layers, ids = (
+            _CachedLayers(tokens, positions, list(cache), rotary, all_slots),
+            hax.named(tokens.ids.reshape(-1), Position),
         )
-        if isinstance(activations, tuple):  # Mixture-of-experts models also return a balancing loss.
-            activations = activations[0]
+        if mixture_shape(self.model.config) is None:
+            activations = self.model.activations(ids, cast(Any, layers), key=None, pos_ids=positions)
+        else:
+            activations, experts, _ = routed_activations(self.model, ids, layers, positions)
+            if records_experts(cache, self.model.config):
+                chosen = experts.rearrange(("position", "layer", TOP_EXPERTS)).array
+                chosen = chosen.reshape(rows, queries, *chosen.shape[1:])
+                (recorded,) = layers.cache[-1]
+                at = recorded.at[tokens.slots[:, None], tokens.positions]
+                layers.cache[-1] = (at.set(chosen, mode="drop"),)
         return activations.array.reshape(rows, queries, -1), tuple(layers.cache)
 
 
@@ -99,19 +108,33 @@ class ModelArrays:
 
 
 def cache_axes(
-    model: LmConfig, form: AttentionForm, slots: int, context: int, head_shards: int
+    model: LmConfig, form: AttentionForm, slots: int, context: int, head_shards: int, *, experts: bool = False
 ) -> tuple[CacheAxes, ...]:
-    """Return the axes of each layer's cache.
+    """Return the axes of each layer's cache, and of the chosen experts if they are recorded.
 
     The layout is that of `form`. `context` is the maximum number of tokens of each of the `slots` sequences. Heads are
     sharded over `head_shards` devices.
     """
-    return (form.cache_axes(_attention_config(model), slots, context, head_shards),) * cast(Any, model).num_layers
+    layers = (form.cache_axes(_attention_config(model), slots, context, head_shards),) * cast(Any, model).num_layers
+    mixture = mixture_shape(model)
+    if not experts or mixture is None:
+        return layers
+    sizes = {"slot": slots, "context": context, "layer": mixture.layers, TOP_EXPERTS: mixture.per_token}
+    return (*layers, (tuple(Axis(name, size) for name, size in sizes.items()),))
 
 
-def empty_cache(axes: tuple[CacheAxes, ...], dtype: jnp.dtype) -> Cache:
+def records_experts(cache: Sequence[Any], model: LmConfig) -> bool:
+    """Whether a cache, or its axes, has the chosen experts of a model's layers."""
+    return len(cache) > cast(Any, model).num_layers
+
+
+def empty_cache(axes: tuple[CacheAxes, ...], dtype: jnp.dtype, experts_dtype: jnp.dtype | None = None) -> Cache:
     """Return an empty cache of these axes, sharded as the current axis mapping shards slots and heads."""
-    return tuple(tuple(shard(hax.zeros(array, dtype)).array for array in layer) for layer in axes)
+
+    def zeros(array: tuple[Axis, ...]) -> Array:
+        return shard(hax.zeros(array, experts_dtype if array[-1].name == TOP_EXPERTS else dtype)).array
+
+    return tuple(tuple(zeros(array) for array in layer) for layer in axes)
 
 
 def _attention_config(model: LmConfig) -> AttentionConfig:
@@ -144,9 +167,9 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
         cached = [_inputs_first(layer) for layer in cached]
     unstacked = BlockSeq(cached, stacked.Block, ScanCheckpointPolicy._mk(False))
     transformer = eqx.tree_at(stack, transformer, unstacked)
-    if isinstance(transformer, MixtralTransformer):
-        transformer = _ExpertTransformer(transformer)
     unrolled = eqx.tree_at(lambda node: node.transformer, model, transformer)
+    if mixture_shape(model.config) is not None:
+        unrolled = with_routing(unrolled)
     head = model.get_lm_head()
     (Embed,) = (axis for axis in head.axes if axis.name == "embed")
     if getattr(unrolled, "lm_head", None) is not None:
@@ -155,13 +178,10 @@ def with_cache(model: LmHeadModel, form: AttentionForm, context: int) -> CachedM
 
 
 def _layer_with_cache(layer: Any, form: AttentionForm, window: int | None) -> Any:
-    """Replace the attention of a layer, and its experts if it has any."""
+    """Replace the attention of a layer."""
     if isinstance(layer, Gpt2Block):
         return eqx.tree_at(lambda node: node.attn, layer, _CachedGpt2Attention(layer.attn, form))
-    layer = eqx.tree_at(lambda node: node.self_attn, layer, _CachedAttention(layer.self_attn, form, window))
-    if isinstance(layer, MixtralDecoderLayer):
-        layer = eqx.tree_at(lambda node: node.block_sparse_moe, layer, _Experts(layer.block_sparse_moe))
-    return layer
+    return eqx.tree_at(lambda node: node.self_attn, layer, _CachedAttention(layer.self_attn, form, window))
 
 
 def _inputs_first(layer: Any) -> Any:
@@ -294,41 +314,3 @@ class _CachedGpt2Attention(eqx.Module):
         attended = mask.attend(self.form, query, new_key, new_value, attention)
         heads = attended["q_heads_per_group", 0].rename({"kv_head": "heads"})
         return self.attention.c_proj(heads.astype(x.dtype))
-
-
-class _Experts(eqx.Module):
-    """A mixture of experts that computes every expert for every token.
-
-    Decoding reads the weights of nearly all experts in any case. Sorting tokens by expert, as in training, would make
-    the rounding of a token depend on the other tokens of the call.
-    """
-
-    block: MixtralSparseMoeBlock
-
-    def __call__(self, x: NamedArray, *, key: None = None) -> tuple[NamedArray, None]:
-        experts, config = self.block.experts, cast(MixtralConfig, self.block.config)
-        Experts = config.Experts
-        router = hax.nn.softmax(self.block.gate(x), axis=Experts).rearrange((..., Experts))
-        top, chosen = jax.lax.top_k(router.array, config.num_experts_per_tok)
-        top = top / top.sum(axis=-1, keepdims=True)
-        weights = jnp.sum(jax.nn.one_hot(chosen, Experts.size, dtype=top.dtype) * top[..., None], axis=-2)
-        hidden = experts.act(hax.dot(x, experts.w1.weight, axis=experts.Embed))
-        hidden = hidden * hax.dot(x, experts.w3.weight, axis=experts.Embed) * hax.named(weights, router.axes)
-        return hax.dot(hidden, experts.w2.weight, axis=(Experts, experts.Mlp)), None
-
-
-class _ExpertTransformer(eqx.Module):
-    """Mixtral's layers without the statistics of its experts, which levanter logs by a callback to the host."""
-
-    transformer: MixtralTransformer
-
-    @property
-    def config(self) -> Any:
-        return self.transformer.config
-
-    def __call__(
-        self, x: NamedArray, attn_mask: _CachedLayers, *, key: None = None, pos_ids: NamedArray | None = None
-    ) -> tuple[NamedArray, dict[str, float]]:
-        for layer in cast(Any, self.transformer).layers.unstacked():
-            x, _ = layer(x, cast(Any, attn_mask))
-        return self.transformer.norm(x), {"load_balancing_loss": 0.0, "router_z_loss": 0.0}

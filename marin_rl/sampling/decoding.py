@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import jmp
 from haliax.partitioning import ResourceMapping
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.sampling.attention import PADDING, AttentionForm, CacheAxes, Tokens, einsum_in_float32
 from marin_rl.sampling.cached_model import Cache, CachedModel, ModelArrays, empty_cache, with_cache
 from marin_rl.sampling.sizes import SamplerSizes
@@ -216,6 +217,12 @@ class SamplerPrograms(NamedTuple):
     decode: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array, jax.Array]]]
 
 
+@jax.jit
+def recorded_experts(cache: Cache, slot: Int[Array, ""]) -> UInt[Array, "context layers top"]:
+    """Return the chosen experts of the tokens in a slot, from a cache that has them."""
+    return cache[-1][0][slot]
+
+
 def compile_programs(
     trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int
 ) -> SamplerPrograms:
@@ -224,14 +231,15 @@ def compile_programs(
     Without `trainer`, programs use one device and the model's precision. `steps` is the maximum number of tokens per
     slot in one call of `decode`.
     """
-    axes = sizes.cache_axes(model)
+    axes, mixture = sizes.cache_axes(model), mixture_shape(model)
+    dtypes = sizes.dtype, None if mixture is None else mixture.dtype
     if trainer is None:
-        return _programs(None, None, (), None, axes, sizes.form, sizes.context, sizes.dtype, steps)
+        return _programs(None, None, (), None, axes, sizes.form, sizes.context, dtypes, steps)
     learners = (BATCH, POSITION)
     mapping = {name: axes for name, axes in trainer.compute_axis_mapping.items() if name not in learners}
     batch_axes = trainer.compute_axis_mapping[BATCH]
     return _programs(
-        sizes.mesh, _entries(mapping), batch_axes, trainer.mp, axes, sizes.form, sizes.context, sizes.dtype, steps
+        sizes.mesh, _entries(mapping), batch_axes, trainer.mp, axes, sizes.form, sizes.context, dtypes, steps
     )
 
 
@@ -274,7 +282,7 @@ def _programs(
     axes: tuple[CacheAxes, ...],
     form: AttentionForm,
     context: int,
-    dtype: jnp.dtype,
+    dtypes: tuple[jnp.dtype, jnp.dtype | None],
     steps: int,
 ) -> SamplerPrograms:
     """`mesh` is a part of the cache key; the programs run under the current mesh."""
@@ -289,7 +297,7 @@ def _programs(
     if mapping is None:
         return SamplerPrograms(
             jax.jit(functools.partial(with_cache, form=form, context=context)),
-            jax.jit(functools.partial(empty_cache, axes, dtype)),
+            jax.jit(functools.partial(empty_cache, axes, *dtypes)),
             jax.jit(run_prefill, donate_argnums=1),
             jax.jit(copy_slots, donate_argnums=0),
             jax.jit(run_decode, donate_argnums=1),
@@ -314,7 +322,7 @@ def _programs(
 
     def empty() -> Cache:
         with hax.axis_mapping({**axis_mapping, "slot": batch_axes}):
-            return empty_cache(axes, dtype)
+            return empty_cache(axes, *dtypes)
 
     return SamplerPrograms(
         jax.jit(prepare),

@@ -26,9 +26,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.sampling.cached_model import Cache, ModelArrays
+from marin_rl.sampling.cached_model import Cache, ModelArrays, records_experts
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.decoding import compile_programs, conversion_program
+from marin_rl.sampling.decoding import compile_programs, conversion_program, recorded_experts
 from marin_rl.sampling.sampler import (
     SampledTokens,
     Sampler,
@@ -82,6 +82,7 @@ class GroupSampler(Sampler):
         weight_poll: WeightPoll | None = None,
         trainer: TrainerConfig | None = None,
         call_seconds: float = math.inf,
+        experts: bool = False,
     ) -> None:
         """Check the sizes, without allocating memory or compiling.
 
@@ -99,6 +100,7 @@ class GroupSampler(Sampler):
                 spans several processes, each has a sampler on its own devices.
             call_seconds: time after which `advance` returns, about: between two decode steps, after at most
                 `DECODE_STEPS`. New requests wait that long for a free slot, and parts of a stream for the next one.
+            experts: whether generations have the chosen experts of a mixture.
 
         Raises:
             ValueError: if the sizes are inconsistent, or the KV cache exceeds `config.max_cache_gib`.
@@ -111,7 +113,7 @@ class GroupSampler(Sampler):
         self._weight_poll = weight_poll
         self._trainer = trainer
         self._version = version
-        self._sizes = sampler_sizes(config, max_context, trainer)
+        self._sizes = sampler_sizes(config, max_context, trainer, experts=experts)
         check_cache_size(model.config, self._sizes, config)
         self._steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
         # The same program for any number of steps, because XLA rounds a loop of one step differently.
@@ -184,7 +186,18 @@ class GroupSampler(Sampler):
 
     def progress(self, seen: Mapping[int, int]) -> dict[int, SampledTokens]:
         """Return the new tokens of requests in progress; see `Sampler.progress`."""
-        return self._slots.progress(seen)
+        found = self._slots.progress(seen)
+        if not found or self._cache is None or not records_experts(self._cache, self._source.config):
+            return found
+        return {number: self._with_experts(number, seen[number], part) for number, part in found.items()}
+
+    def _with_experts(self, number: int, start: int, part: SampledTokens) -> SampledTokens:
+        """Add the experts of the tokens that no earlier part has; the first part has those of the prompt."""
+        assert self._cache is not None
+        slot, prompt = self._slots.place_of(number)
+        experts = np.asarray(recorded_experts(self._cache, np.int32(slot)))
+        last = prompt + start + len(part.token_ids) - 1
+        return part._replace(experts=experts[prompt + start - 1 if start else 0 : last])
 
     def end_conversation(self, conversation: str) -> None:
         """Free the slot of a conversation; see `Sampler.end_conversation`. A request in progress is dropped."""
@@ -375,12 +388,16 @@ class GroupSampler(Sampler):
         self._step_seconds = (time.perf_counter() - start) / int(counts.max())
         self.work.sampled_tokens += int(counts.sum())
         self.work.slot_steps += int(counts.max()) * self._sizes.slots
-        ended = self._slots.end(stop_states)
-        for slot, (_, request, _), generation in ended:
+        finished: list[tuple[int, Generation]] = []
+        for slot, (number, request, _), generation in self._slots.end(stop_states):
             if request.conversation is not None:
                 self._in_progress.discard(request.conversation)
             self._cached[slot] = (*request.prompt_tokens, *generation.token_ids[:-1])
-        return [(accepted.number, generation) for _, accepted, generation in ended]
+            if records_experts(self._cache, self._source.config):
+                experts = np.asarray(recorded_experts(self._cache, np.int32(slot)))
+                generation = dataclasses.replace(generation, experts=experts[: len(self._cached[slot])])
+            finished.append((number, generation))
+        return finished
 
 
 def _prefix(prompt: tuple[int, ...]) -> bytes:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.sampling.config import MIN_TEMPERATURE
@@ -48,6 +49,8 @@ class SampledTokens(NamedTuple):
     """Version of the weights that produced the request's first token."""
     last_version: WeightVersion
     """Version of the weights that produced the last of these tokens."""
+    experts: np.ndarray | None = None
+    """`Generation.experts` up to the token before the last of these, without the rows that earlier parts have."""
 
 
 class Sampler(abc.ABC):

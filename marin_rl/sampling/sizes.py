@@ -19,6 +19,7 @@ from haliax.partitioning import ResourceAxis, ResourceMapping, pspec_for_axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.models.lm_model import LmConfig
 
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.sampling.attention import AttentionForm, CacheAxes, attention_form
 from marin_rl.sampling.cached_model import cache_axes
 from marin_rl.sampling.config import SamplingConfig
@@ -105,6 +106,8 @@ class SamplerSizes(NamedTuple):
     """Type of the cache."""
     prefill: PrefillShapes
     """Shapes of calls of `prefill` on each data shard."""
+    experts: bool = False
+    """Whether the chosen experts of every token are recorded."""
 
     @property
     def slots(self) -> int:
@@ -112,11 +115,13 @@ class SamplerSizes(NamedTuple):
         return self.shards * self.shard_slots
 
     def cache_axes(self, model: LmConfig) -> tuple[CacheAxes, ...]:
-        """Return the axes of the cache of each layer of a model."""
-        return cache_axes(model, self.form, self.slots, self.context, self.head_shards)
+        """Return the axes of the cache of a model."""
+        return cache_axes(model, self.form, self.slots, self.context, self.head_shards, experts=self.experts)
 
 
-def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConfig | None) -> SamplerSizes:
+def sampler_sizes(
+    config: SamplingConfig, max_context: int, trainer: TrainerConfig | None, *, experts: bool = False
+) -> SamplerSizes:
     """Return the sizes of a sampler; the arguments are those of `GroupSampler`."""
     mesh = None if trainer is None else host_mesh(trainer.device_mesh)
     hosts = 1 if trainer is None else count_hosts(trainer.device_mesh)
@@ -133,6 +138,7 @@ def sampler_sizes(config: SamplingConfig, max_context: int, trainer: TrainerConf
         attention_form(device.platform, device.device_kind),
         jnp.dtype(config.cache_dtype(device.platform)),
         prefill_shapes(device.platform, shard_slots, max_context, config.max_new_tokens),
+        experts,
     )
 
 
@@ -147,8 +153,12 @@ def check_cache_size(model: LmConfig, sizes: SamplerSizes, config: SamplingConfi
     Raises:
         ValueError: if it exceeds `config.max_cache_gib`.
     """
-    elements = sum(math.prod(axis.size for axis in array) for layer in sizes.cache_axes(model) for array in layer)
+    layers = sizes._replace(experts=False).cache_axes(model)
+    elements = sum(math.prod(axis.size for axis in array) for layer in layers for array in layer)
     gib = elements * sizes.dtype.itemsize / (sizes.shards * sizes.head_shards) / 2**30
+    if sizes.experts and (mixture := mixture_shape(model)) is not None:
+        choices = sizes.slots * sizes.context * mixture.layers * mixture.per_token
+        gib += choices * mixture.dtype.itemsize / sizes.shards / 2**30
     if config.max_cache_gib is not None and gib > config.max_cache_gib:
         raise ValueError(
             f"the KV cache of {config.max_seqs} sequences (sampling.max_seqs) of {sizes.context} tokens takes "

@@ -122,6 +122,11 @@ class SlotTable:
                 found[number] = self._sampled(slot, start)
         return found
 
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return the slot of a request in progress, and the length of its prompt."""
+        slot = next(index for index, one in enumerate(self._requests) if one is not None and one.number == number)
+        return slot, len(self._request(slot).request.prompt_tokens)
+
     def _finish(self, slot: int, *, stopped: bool) -> tuple[AcceptedRequest, Generation]:
         accepted = self._request(slot)
         sampled = self._sampled(slot, 0)

@@ -32,6 +32,7 @@ from marin_rl.learner.policy_spec import TrainedPolicy
 from marin_rl.learner.scoring import Scores
 from marin_rl.learner.starting_weights import first_policy
 from marin_rl.learner.train_step import Learner
+from marin_rl.models.mixture import MixtureShape, mixture_shape
 from marin_rl.parts.rl import RunParts
 from marin_rl.runs.checkpoint import Checkpoints
 from marin_rl.runs.lock import holder
@@ -310,7 +311,8 @@ def _make_builder(
 
     needs_own = config.off_policy_correction.needs_sampling_logprobs
     score: ScoreFunction = functools.partial(_stored_scores, stored.scores, "learner_logprobs")
-    if (needs_own and lacks("learner_logprobs")) or (config.critic is not None and lacks("values")):
+    lacks_scores = (needs_own and lacks("learner_logprobs")) or (config.critic is not None and lacks("values"))
+    if lacks_scores or parts.scores_experts:
         score = parts.score
     score_reference: ScoreReference | None = None
     if config.needs_reference:
@@ -432,7 +434,9 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
     else:
         policy = parts.first_policy()
     vocab_size = parts.assemble(policy).vocab_size
-    groups = make_groups(shape, config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size, config.seed)
+    mixture = mixture_shape(parts.model) if config.samples_experts else None
+    sizes = config.rollouts.prompts_per_step, config.rollouts.group_size, vocab_size
+    groups = make_groups(shape, *sizes, config.seed, mixture)
     reference, learner = None, parts.learner
     if config.loads_reference:
         # The updates donate the weights. A teacher of another size takes other times.
@@ -460,8 +464,10 @@ def train_on_fake(config: TrainConfig, shape: FakeShape) -> FakeRun:
     )
 
 
-def make_groups(shape: FakeShape, count: int, group_size: int, vocab_size: int, seed: int) -> list[RolloutGroup]:
-    """Make groups with random tokens, lengths and rewards between 0 and 1.
+def make_groups(
+    shape: FakeShape, count: int, group_size: int, vocab_size: int, seed: int, mixture: MixtureShape | None = None
+) -> list[RolloutGroup]:
+    """Make groups with random tokens, lengths and rewards between 0 and 1, and random experts of a mixture.
 
     The rollouts of a group share a prompt. Log-probs are those of a uniform distribution.
     """
@@ -478,7 +484,11 @@ def make_groups(shape: FakeShape, count: int, group_size: int, vocab_size: int, 
         rollouts = []
         for index in range(group_size):
             sampled = tokens(shape.completion)
-            generation = Generation(sampled, (logprob,) * len(sampled), StopReason.STOP, 0, 0)
+            experts = None
+            if mixture is not None:
+                size = (len(prompt) + len(sampled) - 1, mixture.layers, mixture.per_token)
+                experts = random.integers(mixture.experts, size=size).astype(mixture.dtype)
+            generation = Generation(sampled, (logprob,) * len(sampled), StopReason.STOP, 0, 0, experts)
             turn = Turn(prompt, generation, (), anchor_state=name, starts_sequence=True)
             rewards = {"fake": float(random.random())}
             rollouts.append(Rollout(f"{name}-{index}", name, task, (turn,), RolloutStatus.COMPLETED, rewards))

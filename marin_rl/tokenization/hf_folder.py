@@ -52,7 +52,7 @@ _CLASSES = {
 }
 """By name, without the ending `Tokenizer` or `TokenizerFast`."""
 _CLASS_OF_MODEL: Mapping[object, str] = {
-    **{"gpt2": "GPT2", "olmo2": "GPTNeoX", "olmo3": "GPT2", "qwen2": "Qwen2", "qwen3": "Qwen2"},
+    **{"gpt2": "GPT2", "olmo2": "GPTNeoX", "olmo3": "GPT2", "qwen2": "Qwen2", "qwen3": "Qwen2", "qwen3_moe": "Qwen2"},
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "Gemma"),
     **dict.fromkeys(("llama", "mistral", "mixtral"), "Llama"),
 }

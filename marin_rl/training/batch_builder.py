@@ -16,6 +16,7 @@ from marin_rl.batching.rl_example import PackedBatch, pack_batch
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.scoring import Scores
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.objectives.advantage_inputs import AdvantageInputs, TokenAdvantages, sample_variance
 from marin_rl.objectives.distillation import DistillationConfig, distillation_advantages
 from marin_rl.objectives.importance import OffPolicyCorrectionConfig, log_weight_statistics, mismatch_metrics
@@ -119,7 +120,7 @@ class BatchBuilder:
             nothing = batch_rollouts([], max_length=self.config.rollouts.max_length)
             return TrainingBatch(nothing, {}, {"groups/no_signal": float(len(groups))})
         with timer.phase("batch"):
-            sampled = batch_rollouts(graded, max_length=self.config.rollouts.max_length)
+            sampled = self._sampled(graded)
         with timer.phase("reference"):
             scored, learner_logprobs = self._score(StepToScore(sampled, graded, model, average), step)
             corrected, mismatch = self._correct(scored, learner_logprobs)
@@ -154,6 +155,26 @@ class BatchBuilder:
             stored = self._stored_advantages(scored, learner_logprobs, advantages)
         return TrainingBatch(batch, stored, metrics, mismatch)
 
+    def _sampled(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
+        """Return the tokens of rollouts, with their experts if the updates use these.
+
+        Raises:
+            ValueError: if a rollout has none, or those of another model.
+        """
+        max_length, mixture = self.config.rollouts.max_length, mixture_shape(self.parts.model)
+        if not self.config.samples_experts or mixture is None:
+            return batch_rollouts(rollouts, max_length=max_length)
+        for rollout in rollouts:
+            for found in (turn.generation.experts for turn in rollout.turns if turn.generation.experts is not None):
+                if (found.dtype, *found.shape[1:]) != (mixture.dtype, mixture.layers, mixture.per_token):
+                    raise ValueError(
+                        f"rollout {rollout.id}: {found.shape[2]} experts of a token in {found.shape[1]} layers, as "
+                        f"{found.dtype}, but the model uses {mixture.per_token} in {mixture.layers}, as {mixture.dtype}"
+                    )
+        batch = batch_rollouts(rollouts, max_length=max_length, experts=True)
+        batch.check_experts(mixture.experts)
+        return batch
+
     def minibatches(self, batch: RolloutBatch, step: int) -> Iterator[PackedBatch]:
         """Yield the batches of a step's updates; every epoch contains each rollout once, in a different order.
 
@@ -181,6 +202,7 @@ class BatchBuilder:
                         own_rows=own_rows(self.parts.trainer),
                         ce_mask=minibatch.observation_mask if self.config.observation_loss is not None else None,
                         ref_kl_mask=minibatch.loss_mask if self.config.kl.needs_teacher else None,
+                        has_router=self.parts.has_router,
                     )
 
     def have_signal(self, batch: RolloutBatch) -> Bool[np.ndarray, " rollouts"]:
@@ -197,11 +219,16 @@ class BatchBuilder:
         """Fill in reference log-probs and values; also return the learner's log-probs if they are needed."""
         batch = inputs.batch
         if self.score_reference is not None:
-            batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(inputs))
+            # A reference chooses its own experts.
+            by_reference = inputs._replace(batch=dataclasses.replace(batch, experts=None))
+            batch = dataclasses.replace(batch, reference_logprobs=self.score_reference(by_reference))
         corrects = self.config.off_policy_correction.needs_sampling_logprobs
-        if not (self.has_critic or corrects or self.config.rollout_store.scores_learner(step)):
+        scores_experts = self.parts.scores_experts
+        if not (self.has_critic or corrects or scores_experts or self.config.rollout_store.scores_learner(step)):
             return batch, None
         scores = self.score(inputs.newest, batch)
+        if scores_experts:
+            batch = dataclasses.replace(batch, experts=scores.experts)
         if self.has_critic:
             batch = dataclasses.replace(batch, values=scores.values)
         return batch, scores.logprobs

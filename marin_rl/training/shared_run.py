@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from marin_rl.batching.rl_example import PackedBatch
-from marin_rl.batching.rollout_batch import TOKEN_ARRAYS, RolloutBatch
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.config.input_files import Inputs, input_changes
 from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.runs.run_directory import config_differences
@@ -152,7 +152,7 @@ def require_same_batch(step: int, batch: RolloutBatch, updates: Sequence[PackedB
     values = {
         "rollouts": f"{step} {batch.ids} {batch.lengths}".encode(),
         "rows": repr([(packed.layout, packed.slots) for packed in updates]).encode(),
-        **{name: getattr(batch, name).tobytes() for name in TOKEN_ARRAYS},
+        **{name: array.tobytes() for name, array in batch.arrays.items()},
     }
     multihost.require_equal(values, f"the batch of step {step}")
 

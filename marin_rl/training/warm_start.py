@@ -6,6 +6,7 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from marin_rl.environments.base import AbstractEnvironment, Split
 from marin_rl.learner.critic import assemble
 from marin_rl.learner.loss import cross_entropy_loss
 from marin_rl.learner.policy_spec import TrainedPolicy
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.parts.supervised import make_learner, pack_tokens
 from marin_rl.rollouts.metrics import is_correct
 from marin_rl.rollouts.run_rollouts import RolloutRunner, run_tasks
@@ -89,11 +91,13 @@ def warm_start(
     def example(index: int) -> RolloutBatch | None:
         return worked_example(tasks[index], runner)
 
+    has_router = mixture_shape(cast(Any, base or model).config) is not None
+
     def pack(step: int) -> PackedBatch:
         rng = np.random.default_rng(derive_seed(seed, "warm start", step))
         drawn = [example(int(index)) for index in rng.integers(len(tasks), size=config.batch_size)]
         batch, pad = join_batches(require_fitting(drawn, runner)), runner.tokenizer.pad_token_id
-        return pack_tokens(batch, layout, pad, own_rows(trainer))
+        return pack_tokens(batch, layout, pad, own_rows(trainer), has_router=has_router)
 
     loss = cross_entropy_loss(block_size)
     learner = make_learner(trainer, optimizer, loss, layout, base, config.batch_size, config.max_steps)

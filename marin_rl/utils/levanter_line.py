@@ -11,6 +11,7 @@ when Python 3.11 is no longer supported; an entry that ends at another event sta
 """
 
 import dataclasses
+import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -69,19 +70,40 @@ def max_positions(model: Any) -> int:
 # Architectures.
 
 
-def register_olmo3() -> Any:
-    """Return the decorator that registers the model config class of `olmo3`.
+def register_in_place(name: str) -> Any:
+    """Return the decorator that registers the model config class of `olmo3` or `qwen3_moe`.
 
-    The new line has a class of that name, which the class of marin_rl replaces, because its layers of different types
-    are not stacked. Ends when levanter stacks them.
+    The new line has classes of these names, which those of marin_rl replace: its `olmo3` does not stack layers of
+    different types, and its `qwen3_moe` has no dense layers. Ends when levanter does.
     """
     from levanter.models.lm_model import LmConfig
 
     if IS_NEW:
-        import levanter.models.olmo3  # pyrefly: ignore[missing-import]  # noqa: F401
+        importlib.import_module(f"levanter.models.{name}")
+        del LmConfig._choice_registry[name]
+    return LmConfig.register_subclass(name)
 
-        del LmConfig._choice_registry["olmo3"]
-    return LmConfig.register_subclass("olmo3")
+
+ONLY_NEW = ("qwen3_moe",)
+"""Architectures that only the new line has."""
+
+
+def line_problem(model_type: object) -> str | None:
+    """Problem of an architecture that the installed line does not have; None if it has, or if neither has."""
+    if IS_NEW or model_type not in ONLY_NEW:
+        return None
+    return f"{model_type} needs levanter's current line, {DISTRIBUTIONS[0]}, on Python 3.12 or later"
+
+
+def mixture_blocks() -> tuple[type, ...]:
+    """Levanter's classes of the experts of a layer."""
+    from levanter.models.mixtral import MixtralSparseMoeBlock
+
+    if not IS_NEW:
+        return (MixtralSparseMoeBlock,)
+    from levanter.models.qwen3_moe import Qwen3MoeSparseMoeBlock  # pyrefly: ignore[missing-import]
+
+    return (MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock)
 
 
 # Keys of levanter's sections that only one line has. A run records all of its keys, and either line reads it.

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import itertools
 import re
 
 import jaxtyping
@@ -11,6 +12,7 @@ import pytest
 from marin_rl.batching.processed_rollout import process_rollout
 from marin_rl.batching.rollout_batch import RolloutBatch, batch_rollouts, join_batches
 from marin_rl.types import Generation, Observation, Rollout, RolloutStatus, StopReason, Task, Turn
+from tests.rollouts.rollout_cases import with_experts
 
 PAD = 99
 TASK = Task("2+3", "sums", ({"role": "user", "content": "2+3="},), "5")
@@ -178,6 +180,96 @@ def test_without_loss_keeps_only_the_tokens() -> None:
     assert (without.turn_ids == -1).all()
     for name in ("policy_logprobs", "reference_logprobs", "values", "advantages", "importance_weights"):
         assert not getattr(without, name).any(), name
+
+
+def test_experts_of_two_turns_and_a_rewritten_history_belong_to_their_tokens() -> None:
+    # Two sequences: of the tokens 0 to 14 in two turns, and of 15 to 23; the choice of token `t` is [[t, t + 100]].
+    rows = {0: range(0, 8), 1: range(8, 14), 2: range(15, 23)}
+
+    def chosen(turn: Turn, index: int) -> Turn:
+        experts = np.array([[[row, row + 100]] for row in rows[index]], np.uint8)
+        return dataclasses.replace(turn, generation=dataclasses.replace(turn.generation, experts=experts))
+
+    split = dataclasses.replace(SPLIT, turns=tuple(chosen(turn, index) for index, turn in enumerate(SPLIT.turns)))
+    batch = batch_rollouts([split, UNBEGUN, split], max_length=20, experts=True)
+    assert batch.lengths == ((15, 9), (), (15, 9))
+    expected = [[[token, token + 100]] for token in range(24)]
+    expected[14] = expected[23] = [[255, 255]]
+    assert batch.experts is not None
+    assert batch.experts.dtype == np.uint8
+    assert batch.experts.tolist() == expected * 2
+    # The choice for a turn's last token is the first of the next turn.
+    assert [np.flatnonzero(batch.turn_ids == index)[-1] for index in (0, 1, 2)] == [24 + 8, 24 + 14, 24 + 23]
+    assert batch_rollouts([split]).experts is None
+
+
+def test_experts_are_kept_by_every_selection() -> None:
+    rollouts = [with_experts(dataclasses.replace(one, id=f"r{index}")) for index, one in enumerate(SEVERAL)]
+    batch = batch_rollouts(rollouts, experts=True)
+    assert batch.experts is not None
+    assert batch.experts.shape == (batch.input_ids.size, 2, 3)
+    for some in ([4, 1, 2], [1], [], [2, 2]):
+        part = batch.take(np.array(some, np.int64))
+        assert part.experts is not None
+        parts = [batch.split(batch.experts)[index] for index in some]
+        assert part.experts.tolist() == [row for one in parts for row in one.tolist()]
+    assert_equal(join_batches([batch_rollouts([one], experts=True) for one in rollouts]), batch)
+    masked = batch.without_loss(np.array([0, 2])).with_advantages([1.0] * 5)
+    assert masked.experts is batch.experts
+    nothing = batch_rollouts([UNBEGUN], experts=True)
+    assert nothing.experts is join_batches([nothing, nothing]).experts is None
+    assert "experts" not in batch_rollouts(rollouts).arrays
+
+
+def test_batches_with_different_experts_are_not_joined() -> None:
+    made = {
+        "absent": batch_rollouts([TWO_TURNS]),
+        **{
+            dtype: batch_rollouts([with_experts(TWO_TURNS, dtype=dtype)], experts=True) for dtype in ("uint16", "uint8")
+        },
+    }
+    for one, other in itertools.permutations(made, 2):
+        message = f"batches with different experts cannot be joined: {min(one, other)}, {max(one, other)}"
+        with pytest.raises(ValueError, match=message):
+            join_batches([made[one], made[other]])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            TWO_TURNS,
+            r"turn 0 has no chosen experts\. .*set routing_replay to recompute or null.*rollout_store\.experts",
+        ),
+        (with_experts(TWO_TURNS, layers=3), r"the experts of turn 0 are uint8 of shape \(8, 3, 3\), .* \(8, 2, 3\)"),
+        (with_experts(TWO_TURNS, dtype="uint16"), r"the experts of turn 0 are uint16 of shape .*, expected uint8"),
+    ],
+)
+def test_experts_that_are_missing_or_differ_are_refused_by_name(bad: Rollout, message: str) -> None:
+    named = dataclasses.replace(bad, id="bad")
+    with pytest.raises(ValueError, match=f"rollout bad: {message}"):
+        batch_rollouts([with_experts(SPLIT), named, with_experts(SPLIT)], experts=True)
+
+
+def test_experts_of_a_whole_prompt_in_a_later_turn_are_refused() -> None:
+    first, second = with_experts(TWO_TURNS).turns
+    whole = dataclasses.replace(second.generation, experts=np.zeros((14, 2, 3), np.uint8))
+    bad = dataclasses.replace(TWO_TURNS, turns=(first, dataclasses.replace(second, generation=whole)))
+    with pytest.raises(
+        ValueError, match=r"turn 1 are uint8 of shape \(14, 2, 3\), expected uint8 of shape \(6, 2, 3\)"
+    ):
+        batch_rollouts([bad], experts=True)
+
+
+@pytest.mark.parametrize("experts", [np.zeros((14, 2, 3), np.uint8), np.zeros((15, 2, 3), np.int32)])
+def test_experts_of_a_batch_have_its_tokens_and_a_small_type(monkeypatch, experts: np.ndarray) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    batch = batch_rollouts([TWO_TURNS])
+    message = (
+        f"RolloutBatch: experts is {experts.dtype} of shape {experts.shape}, expected uint8 or uint16 of shape (15,"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(batch, experts=experts)
 
 
 def test_arrays_have_the_documented_dtypes() -> None:

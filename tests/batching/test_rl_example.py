@@ -373,6 +373,99 @@ def test_own_rows_are_those_of_the_whole_batch(drawn: Patterns, layout: RowLayou
             np.testing.assert_array_equal(found, expected[rows], err_msg=name)
 
 
+def with_experts(batch: RolloutBatch, dtype: str, unknown: float) -> RolloutBatch:
+    """Add random chosen experts, which the `unknown` share of the tokens does not have."""
+    rng, none, tokens = np.random.default_rng(3), np.iinfo(dtype).max, batch.input_ids.size
+    experts = rng.integers(none, size=(tokens, 2, 3)).astype(dtype)
+    experts[rng.random(tokens) < unknown] = none
+    return dataclasses.replace(batch, experts=experts)
+
+
+@pytest.mark.medium
+@settings(deadline=None)
+@given(
+    patterns(),
+    LAYOUTS,
+    st.sampled_from(["uint8", "uint16"]),
+    st.sampled_from([0.0, 0.4]),
+    st.none() | st.sets(st.integers(0, 2), min_size=1),
+)
+def test_chosen_experts_have_the_place_of_their_token(
+    drawn: Patterns, layout: RowLayout, dtype: str, unknown: float, own: set[int] | None
+) -> None:
+    rollouts = make_rollouts(drawn)
+    batch, none = with_experts(batch_of(rollouts), dtype, unknown), [[np.iinfo(dtype).max] * 3] * 2
+    assert batch.experts is not None
+    rows = None if own is None else np.array(sorted(own))
+    own_rows = None if own is None else lambda count: rows
+    packed = pack_batch(batch, AGGREGATIONS[2], layout, pad_token_id=PAD, own_rows=own_rows)
+    # The choices of all tokens that have a place, which are several in a shared prompt.
+    choices: dict[tuple[int, int, int], list[list[list[int]]]] = {}
+    following = iter(batch.experts.tolist())
+    for rollout, slots in zip(rollouts, packed.slots, strict=True):
+        for sequence, slot in enumerate(slots):
+            for position in range(np.count_nonzero(rollout.segment_ids[sequence])):
+                column = position if position < slot.prompt_length else slot.start - slot.prompt_length + position
+                choices.setdefault((slot.microbatch_index, slot.row, column), []).append(next(following))
+    assert next(following, None) is None
+    for index, example in enumerate(packed.microbatches):
+        assert example.experts is not None
+        assert example.experts.dtype == dtype
+        assert example.experts.axes == (*example.input_ids.axes, Axis("layer", 2), Axis("top_experts", 3))
+        found = np.asarray(example.experts.array).tolist()
+        for row, of_row in zip(range(packed.layout.rows_per_microbatch) if rows is None else rows, found, strict=True):
+            for column, value in enumerate(of_row):
+                here = choices.get((index, int(row), column), [])
+                assert value in ([one for one in here if one != none] or [none])
+
+
+@pytest.mark.parametrize("of_first", [True, False])
+def test_a_shared_prompt_has_the_experts_of_a_sequence_that_has_them(of_first: bool) -> None:
+    batch = with_experts(batch_of(GROUP), "uint8", 0.0)
+    assert batch.experts is not None
+    # Only the first or the last of three rollouts has those of the prompt.
+    kept = 0 if of_first else 2
+    experts = np.concatenate(
+        [part if index == kept else np.full_like(part, 255) for index, part in enumerate(batch.split(batch.experts))]
+    )
+    packed = pack_batch(dataclasses.replace(batch, experts=experts), AGGREGATIONS[2], SHARING, pad_token_id=PAD)
+    [example] = packed.microbatches
+    assert packed.layout.group is not None
+    assert example.experts is not None
+    np.testing.assert_array_equal(example.experts.array[0, :4], batch.split(batch.experts)[kept][:4])
+
+
+def test_experts_of_the_positions_that_the_model_computes_are_those_of_their_tokens() -> None:
+    batch = batch_of(GROUP)
+    positions = np.concatenate([np.arange(length) for [length] in batch.lengths]).astype(np.uint8)
+    packed = pack_batch(
+        dataclasses.replace(batch, experts=np.tile(positions[:, None, None], (1, 2, 3))),
+        AGGREGATIONS[2],
+        SHARING,
+        pad_token_id=PAD,
+    )
+    [example] = jax.tree.map(jnp.asarray, packed.microbatches)
+    read, expected, used = map(example.to_inputs, (example.experts, example.position_ids, example.segment_ids))
+    assert read.axes == (*expected.axes, *example.experts.axes[2:])
+    # One position less per answer than tokens.
+    assert read.axis_size("position") == 13
+    for layer, place in np.ndindex(2, 3):
+        found = np.asarray(read.array)[..., layer, place]
+        np.testing.assert_array_equal(found, np.where(used.array > 0, expected.array, 255))
+
+
+def test_experts_of_an_example_have_two_more_axes() -> None:
+    batch = with_experts(batch_of([ONE_ROW]), "uint16", 0.0)
+    [example] = pack_batch(batch, AGGREGATIONS[2], RowLayout(6, 1, packed=True), pad_token_id=PAD).microbatches
+    assert example.experts is not None
+    experts = example.experts.array
+    axes = example.experts.axes
+    for wrong, named in ((experts[..., 0], axes[:3]), (experts[0], axes[1:]), (experts[:, :5], None)):
+        named = (axes[0], axes[1].resize(5), *axes[2:]) if named is None else named
+        with pytest.raises(ValueError, match="RlExample: experts has axes"):
+            dataclasses.replace(example, experts=NamedArray(wrong, named))
+
+
 @pytest.mark.medium
 @settings(deadline=None, max_examples=60)
 @given(patterns(), LAYOUTS, st.randoms(use_true_random=False), st.sets(st.integers(0, 2), min_size=1))

@@ -414,7 +414,12 @@ LEVANTER: dict[str, Mistake] = {
         *("rollouts.max_length 32", "model.sliding_window is 16", "to null"),
     ),
     "experts": _of(
-        "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]", "has 'experts', but levanter cannot shard"
+        "--model.type mixtral --trainer.tensor_parallel_axes [mlp,experts]",
+        "trainer splits experts and mlp over the mesh axis model",
+    ),
+    "experts over rows": _of(
+        "--model.type mixtral --trainer.axis_resources '{experts: data}'",
+        "trainer splits experts and batch over the mesh axis data",
     ),
     "positions of gpt2": _of(
         "--model '{type: gpt2, embed_pdrop: 0, resid_pdrop: 0, attn_pdrop: 0}' "

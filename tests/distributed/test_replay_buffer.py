@@ -139,7 +139,7 @@ def test_error_names_a_damaged_file() -> None:
         ReplayBuffer(max_staleness=3).load(content[:-20], "checkpoints/replay.bin")
     with pytest.raises(UserError, match="cannot be read"):
         ReplayBuffer(max_staleness=3).load(b"", "checkpoints/replay.bin")
-    other = content.replace(b"rollout-group-2", b"rollout-group-1")
+    other = content.replace(b"rollout-group-3", b"rollout-group-2")
     with pytest.raises(ReplayFileError, match=r"replay\.bin was written by another version of marin_rl"):
         ReplayBuffer(max_staleness=3).load(other, "checkpoints/replay.bin")
 

@@ -123,6 +123,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
     from marin_rl.distributed.weight_sender import TrainingHost, open_sender
     from marin_rl.learner import hf_export
     from marin_rl.learner.hf_export import DeviceWeights, write_weights
+    from marin_rl.learner.placement import place_batch, stack_microbatches
     from marin_rl.learner.scoring import Scorer
     from marin_rl.objectives.aggregation import SequenceMeanConfig
     from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
@@ -177,21 +178,28 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
 
     advantages = [np.linspace(-1, 1, count) for count in rollouts.num_loss_tokens]
     batch = rollouts.with_advantages(advantages, [2 * array for array in advantages])
+    experts = np.random.default_rng(1).integers(256, size=(batch.input_ids.size, 2, 3)).astype(np.uint8)
+    batch = dataclasses.replace(batch, experts=experts)
 
     def pack(own: OwnRows | None) -> PackedBatch:
         return pack_batch(batch, SequenceMeanConfig(), layout, pad_token_id=0, own_rows=own)
 
     layout = RowLayout(16, rows, packed=True)
     whole, own = pack(None), pack(own_rows(trainer))
-    fed = []
+    fed, placed_experts = [], []
     for packed, num_rows in ((whole, None), (own, own.layout.rows_per_microbatch)):
         fresh = tiny.fresh_state(learner)
         _, update = learner.dispatch(fresh, packed.microbatches, num_rows)
         fed.append({name: float(metric) for name, metric in update.wait().items()})
+        stacked = stack_microbatches(packed.microbatches, len(packed.microbatches))
+        with trainer.use_device_mesh():
+            placed = place_batch(stacked, learner.trainer, num_rows).experts
+        assert placed is not None
+        placed_experts.append(packed.unpack(multihost.fetch(placed.array)[..., 1, 2]))
 
     require_same_batch(4, batch, [own])
     if index:
-        batch = dataclasses.replace(batch, advantages=np.nextafter(batch.advantages, 2))
+        batch = dataclasses.replace(batch, advantages=np.nextafter(batch.advantages, 2), experts=experts ^ 1)
     try:
         require_same_batch(5, batch, [own])
         differs = ""
@@ -224,6 +232,7 @@ def main(folder: Path, index: int, count: int, port: str) -> None:
         "differs": differs,
         "rows": [packed.microbatches[0].input_ids.axis_size("batch") for packed in (whole, own)],
         "fed": fed,
+        "experts": [np.array_equal(placed, experts[:, 1, 2]) for placed in placed_experts],
         "bytes to take a row": bytes_to_take_rows(8, 64) / 8,
         "gathered": multihost.gather_texts(f"{index}" * (1 + 200_000 * index)),
         "agreed": [multihost.any_process(index == 1), multihost.any_process(False)],

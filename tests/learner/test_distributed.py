@@ -155,7 +155,7 @@ def test_different_batches_are_an_error_in_all_processes(alone: Process, two: li
     for process in two:
         assert process.facts["differs"].startswith(
             "the batch of step 5 is not the same in all training processes; compared with the main process (0), it "
-            "differs in process 1 in advantages. "
+            "differs in process 1 in advantages, experts. "
         )
 
 
@@ -223,6 +223,8 @@ def test_each_process_feeds_its_own_rows(alone: Process, two: list[Process]) -> 
         assert process.facts["fed"][1] == process.facts["fed"][0]
         assert process.facts["fed"][1] == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert expected["grad_norm"] > 0
+    for process in (alone, *two):
+        assert process.facts["experts"] == [True, True]
 
 
 def test_each_process_samples_on_its_own_devices(alone: Process, two: list[Process]) -> None:

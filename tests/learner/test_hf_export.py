@@ -30,7 +30,7 @@ from marin_rl.runs.saved_checkpoint import Checkpoint, DamagedCheckpointError
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.trainer_config import TrainerConfig
-from tests.models.hf_checkpoint import write_checkpoint
+from tests.models.hf_checkpoint import cases, write_checkpoint
 
 pytestmark = pytest.mark.both_lines
 
@@ -66,10 +66,9 @@ def save(model: LmHeadModel, folder: Path) -> Checkpoint:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("case", "shard_bytes"), [("gpt2", 10**9), ("mixtral", 4000), ("qwen3", 4000)])
-def test_files_are_those_of_levanter(
-    trainer, chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, shard_bytes: int
-) -> None:
+@pytest.mark.parametrize("case", cases(["gpt2", "mixtral", "qwen3", "qwen3_moe", "qwen3_moe_dense"]))
+def test_files_are_those_of_levanter(trainer, chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    shard_bytes = 10**9 if case == "gpt2" else 4000
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
     if case == "mixtral":
         # Levanter's new line fuses the experts; its writer gets the tensors of the checkpoint.

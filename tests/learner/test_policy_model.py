@@ -10,14 +10,12 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import levanter.tracker
 import numpy as np
 import pytest
 from haliax import NamedArray
 from huggingface_hub import constants, hf_hub_download
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
-from levanter.tracker import NoopTracker
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -42,7 +40,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import TokenizerConfig, byte_tokenizer
 from marin_rl.utils.hub import HubError
 from marin_rl.utils.levanter_line import seq_len
-from tests.models.hf_checkpoint import fuse, record, write_checkpoint
+from tests.models.hf_checkpoint import cases, fuse, record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import (
     CASES,
     GREEDY_TOKENS,
@@ -59,7 +57,7 @@ pytestmark = pytest.mark.both_lines
 
 ARCHITECTURES = (
     *("gemma", "gemma2", "gemma2_window", "gpt2", "llama_yarn", "mistral", "mistral_window", "mixtral", "olmo2"),
-    *("olmo3", "olmo3_yarn", "qwen2", "qwen3"),
+    *("olmo3", "olmo3_yarn", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_dense", "qwen3_moe_window"),
 )
 """Oracle cases: one per architecture, and those of attention windows shorter than the sequences."""
 
@@ -444,7 +442,7 @@ def loaded_logprobs(tiny, trainer, chat):
 
 @pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("case", sorted(CASES.keys() - set(ARCHITECTURES)))
+@pytest.mark.parametrize("case", cases(sorted(CASES.keys() - set(ARCHITECTURES))))
 def test_log_probabilities_equal_those_of_transformers(tmp_path, loaded_logprobs, case: str) -> None:
     found = loaded_logprobs(write_checkpoint(tmp_path, case))
     np.testing.assert_allclose(found, record(case)["logprobs"], rtol=0, atol=1e-5)
@@ -452,9 +450,7 @@ def test_log_probabilities_equal_those_of_transformers(tmp_path, loaded_logprobs
 
 @pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
-# Levanter's mixture of experts calls a function that haliax has renamed.
-@pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("case", ARCHITECTURES)
+@pytest.mark.parametrize("case", cases(ARCHITECTURES))
 def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, tiny, trainer, chat, case: str) -> None:
     """Compare the gradient of a weighted sum of log-probabilities: norm and directional derivative per tensor."""
     factors = np.pad(loss_weights(), ((0, 0), (1, 0)))
@@ -464,8 +460,7 @@ def test_log_probabilities_and_gradients_equal_those_of_transformers(tmp_path, t
         return jnp.sum(scored.array * factors), scored
 
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
-    # As in a run, levanter's tracker is set; a mixture of experts logs its routing to it.
-    with trainer.use_device_mesh(), levanter.tracker.current_tracker(NoopTracker()):
+    with trainer.use_device_mesh():
         differentiate = hax.named_jit(eqx.filter_grad(loss, has_aux=True), axis_resources=trainer.compute_axis_mapping)
         gradient, scored = differentiate(model, oracle_batch(tiny))
         by_name = to_tensors(gradient)
@@ -492,7 +487,7 @@ def test_log_probabilities_do_not_depend_on_the_version_that_wrote_the_config(
 
 @pytest.mark.medium
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("case", ARCHITECTURES)
+@pytest.mark.parametrize("case", cases(ARCHITECTURES))
 def test_greedy_generations_equal_those_of_transformers(tmp_path, trainer, chat, case: str) -> None:
     model = load_hf_policy(write_checkpoint(tmp_path, case), chat, trainer, None)
     config = SamplingConfig(max_new_tokens=GREEDY_TOKENS, max_seqs=len(PROMPT_LENGTHS))
@@ -505,12 +500,13 @@ def test_greedy_generations_equal_those_of_transformers(tmp_path, trainer, chat,
 
 
 @pytest.mark.medium
-def test_fused_experts_are_loaded(tiny, trainer, chat, tmp_path) -> None:
-    expected = load_hf_policy(write_checkpoint(tmp_path / "split", "mixtral"), chat, trainer, None)
-    fused = weights(record("mixtral")["tensors"])
+@pytest.mark.parametrize("case", cases(["mixtral", "qwen3_moe_dense"]))
+def test_fused_experts_are_loaded(tiny, trainer, chat, tmp_path, case: str) -> None:
+    expected = load_hf_policy(write_checkpoint(tmp_path / "split", case), chat, trainer, None)
+    fused = weights(record(case)["tensors"])
     fuse(fused)
     tiny.assert_same_bits(
-        load_hf_policy(write_checkpoint(tmp_path / "fused", "mixtral", fused), chat, trainer, None), expected
+        load_hf_policy(write_checkpoint(tmp_path / "fused", case, fused), chat, trainer, None), expected
     )
 
 
@@ -523,7 +519,7 @@ def test_unused_tensors_are_rejected_at_loading(trainer, chat, tmp_path) -> None
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("case", ARCHITECTURES)
+@pytest.mark.parametrize("case", cases(ARCHITECTURES))
 def test_export_has_the_tensors_of_the_checkpoint(trainer, chat, tmp_path, case: str) -> None:
     source = write_checkpoint(tmp_path, case)
     save_hf_policy(load_hf_policy(source, chat, trainer, None), chat, tmp_path / "hf", trainer)

@@ -42,7 +42,7 @@ from marin_rl.utils.hub import HubError
 from marin_rl.utils.levanter_line import max_positions, seq_len
 from marin_rl.utils.remote_path import RemotePath
 from marin_rl.utils.storage import storage_path
-from tests.models.hf_checkpoint import record, write_checkpoint, write_config
+from tests.models.hf_checkpoint import cases, record, write_checkpoint, write_config
 from tests.tiny_run import TinyRun, copy_of
 from tests.training.reopened_run import config_of
 
@@ -113,9 +113,7 @@ def test_model_section_must_match_weights(tmp_path: Path):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("case", ["gpt2", pytest.param("mixtral", marks=pytest.mark.slow), "qwen2_yarn"])
-# Levanter's mixture of experts calls a function that haliax has renamed.
-@pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("case", cases(["gpt2", "mixtral", "qwen2_yarn", "qwen3_moe_dense"]))
 def test_checkpoint_is_sampled_trained_and_exported(new_run: Callable[..., TinyRun], tmp_path: Path, case: str):
     checkpoint = write_checkpoint(tmp_path / "start", case)
     start = {"model": None, "initialize_from": checkpoint, "tokenizer": {"path": "bytes"}}

@@ -1,12 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,9 @@ import pytest
 from levanter.layers.attention import AttentionMask
 from levanter.optim.config import OptimizerConfig
 
+from marin_rl.batching.rl_example import RlExample
 from marin_rl.learner.loss import loss_metrics
-from marin_rl.learner.placement import stack_microbatches, take_microbatch
+from marin_rl.learner.placement import place_batch, placed_shape, stack_microbatches, take_microbatch
 from marin_rl.learner.train_step import (
     Learner,
     NonFiniteUpdateError,
@@ -193,12 +196,40 @@ def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
     assert compiled == []
 
 
+def with_experts(example: RlExample, seed: int) -> RlExample:
+    """The microbatch with random chosen experts."""
+    axes = (*example.input_ids.axes, hax.Axis("layer", 2), hax.Axis("top_experts", 3))
+    experts = np.random.default_rng(seed).integers(256, size=[axis.size for axis in axes]).astype(np.uint8)
+    return dataclasses.replace(example, experts=hax.named(experts, axes))
+
+
+@pytest.mark.parametrize("has_own_rows", [True, False])
+def test_chosen_experts_are_placed_like_the_tokens(tiny, trainer, monkeypatch, has_own_rows: bool) -> None:
+    if has_own_rows:
+        monkeypatch.setattr("marin_rl.learner.placement.own_rows", lambda config: np.arange)
+    stacked = stack_microbatches([with_experts(tiny.make_example(), 3)], 2)
+    assert stacked.experts is not None
+    rows = stacked.input_ids.axis_size("batch")
+    with trainer.use_device_mesh():
+        placed = place_batch(stacked, trainer, rows if has_own_rows else None)
+        shape = placed_shape(stacked, trainer.device_mesh, trainer.compute_axis_mapping)
+    assert placed.experts is not None
+    assert shape.experts is not None
+    assert placed.experts.axes == shape.experts.axes == stacked.experts.axes
+    assert placed.experts.array.sharding.is_equivalent_to(shape.experts.array.sharding, 5)
+    np.testing.assert_array_equal(placed.experts.array, stacked.experts.array)
+    taken = take_microbatch(placed, 0).experts
+    assert taken is not None
+    np.testing.assert_array_equal(taken.array, stacked.experts.array[0])
+
+
 def test_stacked_microbatches_are_those_of_the_batch_then_zeros(tiny) -> None:
-    examples = [tiny.make_example(seed=seed) for seed in range(3)]
+    examples = [with_experts(tiny.make_example(seed=seed), seed) for seed in range(3)]
     stacked = stack_microbatches(examples, 1)
     for name, value in stacked.arrays().items():
         assert isinstance(value.array, np.ndarray), name  # not on a device yet
-        assert [axis.name for axis in value.axes] == ["microbatch", "batch", "position"]
+        more = ["layer", "top_experts"] if name == "experts" else []
+        assert [axis.name for axis in value.axes] == ["microbatch", "batch", "position", *more]
         parts = [np.asarray(getattr(example, name).array) for example in examples]
         np.testing.assert_array_equal(value.array, [*parts, np.zeros_like(parts[0])], err_msg=name)
         assert value.dtype == parts[0].dtype

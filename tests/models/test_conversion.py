@@ -3,8 +3,9 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, YarnRotaryEmbeddingsConfig
@@ -32,9 +33,12 @@ from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from marin_rl.utils.levanter_line import seq_len
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
 from marin_rl.utils.settings.yaml_text import from_yaml, to_yaml
-from tests.models.hf_checkpoint import record, write_config
+from tests.models.hf_checkpoint import cases, record, write_config
 from tests.models.hf_oracle.make_oracle import CASES
+from tests.sampling.families import mixtures
 
 SIZES: dict[str, Any] = {
     "hidden_dim": 32,
@@ -55,6 +59,7 @@ MODELS: dict[str, LmConfig] = {
     "olmo3": Olmo3Config(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
+    **mixtures(),
 }
 
 
@@ -118,6 +123,45 @@ def test_scaled_rotary_embeddings_can_be_exported(choice: type, rope):
     check_model(choice(**SIZES, rope=rope), max_length=16)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    cases(
+        [
+            ("mixtral", {"lbl_coef": -0.1}, r"^model.lbl_coef is -0.1; it must be at least 0 and finite, or null$"),
+            ("mixtral", {"rzl_coef": math.inf}, r"^model.rzl_coef is inf; it must be at least 0 and finite, or null$"),
+            ("mixtral", {"n_routed_experts": 65_535}, r"^model.n_routed_experts is 65535; it must be at most 65534$"),
+            ("qwen3_moe", {"router_aux_loss_coef": math.nan}, r"^model.router_aux_loss_coef is nan; it must be at"),
+            ("qwen3_moe", {"router_z_loss_coef": -1.0}, r"^model.router_z_loss_coef is -1.0; it must be at least 0"),
+            ("qwen3_moe", {"dense_router_gradient": True}, "model.dense_router_gradient is true, .* set it to false"),
+            ("qwen3_moe", {"num_experts": 65_535}, r"^model.num_experts is 65535; it must be at most 65534$"),
+            ("qwen3_moe", {"num_experts": 0}, r"^model.num_experts is 0; it must be at least 1$"),
+            ("qwen3_moe", {"moe_intermediate_dim": 0}, r"^model.moe_intermediate_dim is 0; it must be at least 1$"),
+            ("qwen3_moe", {"num_experts_per_tok": 9}, "is 9, but there are only model.num_experts = 8 experts; lower"),
+            ("qwen3_moe", {"use_bias": True}, "attention_bias is True, implemented is False"),
+            ("qwen3_moe", {"use_qk_norm": False}, r"model.use_qk_norm: False \(Hugging Face: True\)"),
+        ]
+    ),
+)
+def test_error_names_a_setting_of_a_mixture(name: str, changes: dict[str, Any], problem: str):
+    with pytest.raises(PolicyModelError, match=problem):
+        check_model(dataclasses.replace(cast(Any, MODELS[name]), **changes), max_length=16)
+
+
+@pytest.mark.skipif("qwen3_moe" not in MODELS, reason="needs levanter's new line")
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"decoder_sparse_step": 0}, "^model: decoder_sparse_step is 0; it must be at least 1$"),
+        ({"decoder_sparse_step": 3}, r"^model: decoder_sparse_step \(3\) and mlp_only_layers leave no layer"),
+        ({"mlp_only_layers": [0, 1]}, "and mlp_only_layers leave no layer with experts; use type qwen3$"),
+        ({"mlp_only_layers": [-1]}, r"^model: mlp_only_layers has \[-1\], but the 2 layers .* 0 to 1$"),
+    ],
+)
+def test_error_names_a_setting_of_dense_layers(changes: dict[str, Any], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        decode(LmConfig, {"type": "qwen3_moe", "num_layers": 2, **changes}, ("model",))
+
+
 def test_mixtral_has_no_window_of_its_own():
     check_model(MixtralConfig(**SIZES, sliding_window=64), max_length=64)
     with pytest.raises(PolicyModelError, match=r"sliding_window is 64 and rollouts.max_length 65, .* to null"):
@@ -136,7 +180,7 @@ def test_model_section_of_another_function_is_rejected(tmp_path: Path):
         check_same_function(hf_config, Qwen3Config(**SIZES), "differs")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES))
 def test_config_round_trips_through_export(tmp_path: Path, case: str):
     config = read(tmp_path / "first", record(case)["config"])
     exported = to_hf_config(config, 264)
@@ -152,7 +196,7 @@ class Section:
     model: LmConfig
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES))
 def test_config_round_trips_through_the_text_form(tmp_path: Path, case: str):
     section = Section(read(tmp_path, record(case)["config"]))
     assert from_yaml(Section, to_yaml(section), "config.yaml") == section
@@ -165,12 +209,16 @@ def test_a_model_without_a_window_round_trips_through_the_text_form(tmp_path: Pa
     assert from_yaml(Section, to_yaml(section), "config.yaml") == section
 
 
-@pytest.mark.parametrize("case", ["mistral", "gemma2_window", "olmo3", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "case",
+    cases(["mistral", "gemma2_window", "olmo3", "qwen2", "qwen3", "mixtral", "qwen3_moe_dense", "qwen3_moe_window"]),
+)
 def test_attention_windows_of_layers_are_those_of_transformers(tmp_path: Path, case: str):
     hf_config = read_hf_config(write_config(tmp_path, record(case)["config"]))
     windows = layer_windows(levanter_config(hf_config, "folder"))
     assert windows == attention_windows(hf_config)
     expected = {"mistral": (48, 48), "olmo3": (10, None), "gemma2_window": (10, None)}
+    expected |= {"qwen3_moe_dense": (None,) * 4, "qwen3_moe_window": (10, 10)}
     assert windows == expected.get(case, (None, None))
 
 

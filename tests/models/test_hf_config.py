@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import pytest
 import transformers
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
+from levanter.models.lm_model import LmConfig
 from packaging.version import Version
 
-from marin_rl.models.conversion import levanter_config
+from marin_rl.models.conversion import levanter_config, to_hf_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
 from marin_rl.tokenization.load import TokenizerConfig
-from tests.models.hf_checkpoint import record, write_config
+from marin_rl.utils.levanter_line import IS_NEW, ONLY_NEW
+from marin_rl.utils.settings.decode import decode
+from marin_rl.utils.settings.section_types import ConfigError
+from tests.models.hf_checkpoint import cases, record, write_config
 from tests.models.hf_oracle.make_oracle import CASES, LINEAR, LLAMA3, YARN
 
 
@@ -24,7 +29,7 @@ def read(folder: Path, config: dict[str, Any]) -> Any:
     return levanter_config(read_hf_config(checkpoint), checkpoint)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES))
 def test_a_config_of_transformers_5_describes_the_same_model(tmp_path: Path, case: str):
     written_by_4, written_by_5 = record(case)["config"], record(case)["config_version5"]
     if case != "gpt2":
@@ -90,6 +95,19 @@ NOT_IMPLEMENTED = [
     ("mistral", {"rope_scaling": YARN}, "rope_scaling: {'rope_type': 'yarn'.*}, None"),
     ("mistral", {"tie_word_embeddings": True}, "tie_word_embeddings: True, False"),
     ("mixtral", {"sliding_window": 16}, "sliding_window: 16, None"),
+    ("mixtral", {"num_experts": 8}, "num_experts 8 contradicts num_local_experts 4; remove one of the two"),
+    ("mixtral", {"router_aux_loss_coef": -1.0}, "sets router_aux_loss_coef to -1.0; it must be a number of at least 0"),
+    ("qwen3_moe", {"num_local_experts": 8}, "num_experts 4 contradicts num_local_experts 8; remove one of the two"),
+    ("qwen3_moe", {"num_experts": 0}, "sets num_experts to 0; it must be a positive integer"),
+    ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 greater than num_experts=4"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "sets moe_intermediate_size to None; it must be a positive integer"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "sets decoder_sparse_step to 0; it must be a positive integer"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers leave no layer with experts; use type qwen3"),
+    ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers has \[2\], but the 2 layers .* have the numbers 0 to 1"),
+    ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers"),
+    ("qwen3_moe", {"norm_topk_prob": 1}, "sets norm_topk_prob to 1; it must be true or false"),
+    ("qwen3_moe", {"router_aux_loss_coef": float("inf")}, "router_aux_loss_coef to inf; it must be a number of at le"),
+    ("qwen3_moe", {"attention_bias": True}, "attention_bias is True, implemented is False"),
     ("olmo2", {"rope_scaling": YARN}, "type 'yarn' is not supported for olmo2, because transformers 4 cannot read it"),
     ("olmo2", {"rope_scaling": LLAMA3}, "type 'llama3' is not supported for olmo2"),
     ("gemma", {"hidden_act": "gelu"}, "hidden_act: 'gelu', 'gelu_pytorch_tanh'"),
@@ -122,7 +140,7 @@ NOT_IMPLEMENTED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "changes", "problem"), NOT_IMPLEMENTED)
+@pytest.mark.parametrize(("case", "changes", "problem"), cases(NOT_IMPLEMENTED))
 def test_error_names_an_unimplemented_setting(tmp_path: Path, case: str, changes, problem: str):
     with pytest.raises(PolicyModelError, match=problem):
         read(tmp_path, {**record(case)["config"], **changes})
@@ -130,22 +148,40 @@ def test_error_names_an_unimplemented_setting(tmp_path: Path, case: str, changes
 
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [
-        ("llama", {"hidden_act": "swish"}),
-        ("llama", {"attention_dropout": 0.1}),
-        ("llama", {"rope_scaling": {"rope_type": "default"}}),
-        ("llama", {"pretraining_tp": 2, "use_cache": False, "dtype": "bfloat16"}),
-        ("llama", {"architectures": ["LlamaForCausalLM"], "auto_map": {}, "_name_or_path": "x"}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}),
-        ("gpt2", {"attn_pdrop": 0.0, "n_inner": 128}),
-        ("gpt2", {"rope_theta": 500000.0}),
-    ],
+    cases(
+        [
+            ("llama", {"hidden_act": "swish"}),
+            ("llama", {"attention_dropout": 0.1}),
+            ("llama", {"rope_scaling": {"rope_type": "default"}}),
+            ("llama", {"pretraining_tp": 2, "use_cache": False, "dtype": "bfloat16"}),
+            ("llama", {"architectures": ["LlamaForCausalLM"], "auto_map": {}, "_name_or_path": "x"}),
+            ("qwen2", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}),
+            ("gpt2", {"attn_pdrop": 0.0, "n_inner": 128}),
+            ("gpt2", {"rope_theta": 500000.0}),
+            ("mixtral", {"router_aux_loss_coef": 0.001, "num_experts": 4}),
+            ("qwen3_moe", {"num_local_experts": 4, "mlp_only_layers": None, "output_router_logits": True}),
+            ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 16}),
+        ]
+    ),
 )
 def test_settings_that_change_nothing_are_accepted(tmp_path: Path, case: str, changes: dict[str, Any]):
     found = read(tmp_path, {**record(case)["config"], **changes})
     expected = read(tmp_path, record(case)["config"])
     # Two names of one activation are still accepted.
     assert dataclasses.replace(found, activation_function=expected.activation_function) == expected
+
+
+@pytest.mark.parametrize("case", cases(["mixtral", "qwen3_moe"]))
+@pytest.mark.parametrize(("written", "expected"), [(0.02, 0.02), (0, 0.0), (None, 0.0)])
+def test_the_coefficient_of_the_balancing_loss_is_kept(tmp_path: Path, case: str, written, expected: float):
+    """It is no part of the function. Transformers 5 refuses an integer and null."""
+    found = read(tmp_path / "first", {**record(case)["config"], "router_aux_loss_coef": written})
+    name = "lbl_coef" if case == "mixtral" else "router_aux_loss_coef"
+    assert getattr(found, name) == expected
+    for config in (found, dataclasses.replace(found, **{name: expected or None})):
+        exported = json.loads(json.dumps(to_hf_config(config, 264).to_diff_dict()))
+        exported.setdefault("router_aux_loss_coef", type(to_hf_config(config, 264))().router_aux_loss_coef)
+        assert read(tmp_path / "second", exported) == found
 
 
 def test_unknown_setting_of_a_newer_transformers_is_rejected(tmp_path: Path, caplog):
@@ -164,14 +200,18 @@ def test_unknown_setting_of_a_newer_transformers_is_rejected(tmp_path: Path, cap
 
 @pytest.mark.parametrize(
     ("name", "settings", "is_known"),
-    [
-        ("qwen3", {"no_bias": True, "attention_bias": False}, True),
-        ("qwen3", {"no_bias": False, "attention_bias": False}, False),
-        ("qwen2", {"no_bias": False}, True),
-        ("qwen2", {"no_bias": True}, False),
-        ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, True),
-        ("gemma", {"hidden_activation": "gelu"}, True),
-    ],
+    cases(
+        [
+            ("qwen3", {"no_bias": True, "attention_bias": False}, True),
+            ("qwen3", {"no_bias": False, "attention_bias": False}, False),
+            ("qwen2", {"no_bias": False}, True),
+            ("qwen2", {"no_bias": True}, False),
+            ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, True),
+            ("gemma", {"hidden_activation": "gelu"}, True),
+            ("qwen3_moe", {"max_window_layers": 48}, True),
+            ("qwen3", {"num_local_experts": 4}, False),
+        ]
+    ),
 )
 def test_unused_settings_in_levanters_files_are_known(
     tmp_path: Path, caplog, name: str, settings: dict[str, Any], is_known: bool
@@ -179,6 +219,16 @@ def test_unused_settings_in_levanters_files_are_known(
     with caplog.at_level(logging.WARNING, "marin_rl.models.hf_config"):
         read(tmp_path, {**record(name)["config"], **settings})
     assert ("does not use" not in caplog.text) is is_known
+
+
+@pytest.mark.skipif(IS_NEW, reason="the installed line of levanter has all architectures")
+@pytest.mark.parametrize("name", ONLY_NEW)
+def test_an_architecture_of_the_other_line_is_refused_with_its_remedy(tmp_path: Path, name: str):
+    remedy = f"{name} needs levanter's current line, marin-levanter, on Python 3.12 or later$"
+    with pytest.raises(PolicyModelError, match=f"holds a '{name}' model: {remedy}"):
+        read(tmp_path, record(name)["config"])
+    with pytest.raises(ConfigError, match=f"^model.type: {remedy}"):
+        decode(LmConfig, {"type": name}, ("model",))
 
 
 @pytest.mark.parametrize(

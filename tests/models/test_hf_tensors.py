@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from marin_rl.models.conversion import levanter_config
 from marin_rl.models.hf_config import PolicyModelError, read_hf_config
 from marin_rl.models.hf_tensors import check_tensors, read_tensor_shapes, split_experts
-from tests.models.hf_checkpoint import fuse, record, write_checkpoint, write_config
+from tests.models.hf_checkpoint import cases, fuse, record, write_checkpoint, write_config
 from tests.models.hf_oracle.make_oracle import CASES, VOCAB, weights
 
 
@@ -27,59 +27,79 @@ def shapes_of(checkpoint: str) -> LmHeadModel:
     return eqx.filter_eval_shape(config.build, Axis("vocab", VOCAB), key=jax.random.PRNGKey(0))
 
 
-@pytest.mark.parametrize("case", ["llama_yarn", "qwen2", "qwen3", "mixtral", "olmo2", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "case",
+    cases(["llama_yarn", "qwen2", "qwen3", "mixtral", "olmo2", "gemma2", "gpt2", "qwen3_moe", "qwen3_moe_dense"]),
+)
 def test_the_tensors_of_a_checkpoint_are_those_of_the_model(tmp_path: Path, case: str):
     assert case in CASES
     checkpoint = write_checkpoint(tmp_path, case)
     check_tensors(checkpoint, shapes_of(checkpoint))
 
 
-def test_fused_experts_are_read_as_those_of_each_expert(tmp_path: Path):
-    expected = weights(record("mixtral")["tensors"])
+MIXTURES = pytest.mark.parametrize("case", cases(["mixtral", "qwen3_moe", "qwen3_moe_dense"]))
+
+
+@MIXTURES
+def test_fused_experts_are_read_as_those_of_each_expert(tmp_path: Path, case: str):
+    expected = weights(record(case)["tensors"])
     fused = dict(expected)
     fuse(fused)
     assert len(fused) < len(expected)
-    checkpoint = write_checkpoint(tmp_path, "mixtral", fused)
-    assert read_tensor_shapes(checkpoint) == {name: array.shape for name, array in expected.items()}
+    checkpoint = write_checkpoint(tmp_path, case, fused)
     check_tensors(checkpoint, shapes_of(checkpoint))
-    found = split_experts(fused)
+    found = split_experts(fused, record(case)["config"]["model_type"])
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["experts.2.w3", "gate"])
-def test_experts_in_both_forms_are_rejected(tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("case", "name"),
+    cases(
+        [
+            ("mixtral", "block_sparse_moe.experts.2.w3"),
+            ("mixtral", "block_sparse_moe.gate"),
+            ("qwen3_moe", "mlp.experts.2.up_proj"),
+        ]
+    ),
+)
+def test_experts_in_both_forms_are_rejected(tmp_path: Path, case: str, name: str):
     """Readers of one form would compute another function than those of the other."""
-    twice = f"model.layers.0.block_sparse_moe.{name}.weight"
-    tensors = weights(record("mixtral")["tensors"])
+    twice = f"model.layers.0.{name}.weight"
+    tensors = weights(record(case)["tensors"])
     separate = tensors[twice]
     fuse(tensors)
-    checkpoint = write_checkpoint(tmp_path, "mixtral", {**tensors, twice: 2 * separate})
+    checkpoint = write_checkpoint(tmp_path, case, {**tensors, twice: 2 * separate})
     with pytest.raises(PolicyModelError, match=rf"contain some tensors twice, .*: {re.escape(twice)}; remove one"):
         check_tensors(checkpoint, shapes_of(checkpoint))
 
 
 EXPERTS = "model.layers.1.mlp.experts"
+MIXTRALS = "model.layers.1.block_sparse_moe.experts"
 
 
 @pytest.mark.parametrize(
-    ("shape", "problem"),
-    [
-        ((3, 96, 32), r"lack model.layers.1.block_sparse_moe.experts.3.w1.weight"),
-        ((5, 96, 32), r"does not use model.layers.1.block_sparse_moe.experts.4.w1.weight"),
-        ((4, 97, 32), r"are model.layers.1.block_sparse_moe.experts.0.w3.weight \(49, 32\), not \(48, 32\)"),
-        ((4, 96), rf"does not use {EXPERTS}.gate_up_proj"),
-        ((2**40, 0, 32), rf"does not use {EXPERTS}.gate_up_proj"),
-    ],
+    ("case", "shape", "problem"),
+    cases(
+        [
+            ("mixtral", (3, 96, 32), rf"lack {MIXTRALS}.3.w1.weight"),
+            ("mixtral", (5, 96, 32), rf"does not use {MIXTRALS}.4.w1.weight"),
+            ("mixtral", (4, 97, 32), rf"are {MIXTRALS}.0.w3.weight \(49, 32\), not \(48, 32\)"),
+            ("mixtral", (4, 96), rf"does not use {EXPERTS}.gate_up_proj"),
+            ("mixtral", (2**40, 0, 32), rf"does not use {EXPERTS}.gate_up_proj"),
+            ("qwen3_moe", (3, 48, 32), rf"lack {EXPERTS}.3.gate_proj.weight"),
+            ("qwen3_moe", (4, 47, 32), rf"are {EXPERTS}.0.gate_proj.weight \(23, 32\), not \(24, 32\)"),
+        ]
+    ),
 )
-def test_error_names_wrong_fused_experts(tmp_path: Path, shape: tuple[int, ...], problem: str):
-    tensors = weights(record("mixtral")["tensors"])
+def test_error_names_wrong_fused_experts(tmp_path: Path, case: str, shape: tuple[int, ...], problem: str):
+    tensors = weights(record(case)["tensors"])
     fuse(tensors)
     # Numpy's arrays cannot have every shape that a file can name.
     header = {name: {"dtype": "F32", "shape": array.shape} for name, array in tensors.items()}
     header[f"{EXPERTS}.gate_up_proj"]["shape"] = shape
-    checkpoint = write_checkpoint(tmp_path, "mixtral", {})
+    checkpoint = write_checkpoint(tmp_path, case, {})
     offset = 0
     for value in header.values():
         size = 4 * math.prod(value["shape"])

@@ -6,7 +6,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import jmp
-import levanter.tracker
 import numpy as np
 import pytest
 from haliax.util import ensure_tuple
@@ -22,18 +21,18 @@ from marin_rl.models.lora import (
     merge_adapter,
     with_adapter,
 )
-from tests.sampling.families import FAMILIES, VOCAB, random_model
+from marin_rl.models.mixture import mixture_shape, routed_activations, with_routing
+from tests.sampling.families import FAMILIES, VOCAB, dense_layers, mixtures, random_model
 
 pytestmark = [
     pytest.mark.both_lines,
     pytest.mark.usefixtures("compiled_quickly"),
-    pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning"),
 ]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {
     "gpt2": ("c_attn", "c_proj", "c_fc"),
-    "mixtral": (*ATTENTION, "gate", "lm_head"),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), (*ATTENTION, "gate", "lm_head")),
     "qwen3": (*LoraConfig().targets, "lm_head"),
 }
 """Targets of the families that differ from the default."""
@@ -56,9 +55,12 @@ def logits_of(trainer):
     @jax.jit
     def logits(model):
         ids = hax.named(np.arange(24).reshape(2, 12) % VOCAB, ("batch", "position"))
-        with levanter.tracker.defer_tracker_for_jit():
-            trunk = model.activations(ids, AttentionMask.causal(), key=None)
-        trunk = trunk[0] if isinstance(trunk, tuple) else trunk
+        mask = AttentionMask.causal()
+        if mixture_shape(model.config) is None:
+            trunk = model.activations(ids, mask, key=None)
+        else:
+            positions = hax.arange(ids.resolve_axis("position"))
+            trunk = routed_activations(with_routing(model), ids, mask, positions)[0]
         return hax.dot(trunk, model.get_lm_head(), axis="embed").rearrange(("batch", "position", "vocab")).array
 
     with trainer.use_device_mesh():
@@ -66,7 +68,7 @@ def logits_of(trainer):
 
 
 def make_base(name: str) -> LmHeadModel:
-    return eqx.filter(random_model(FAMILIES[name]), eqx.is_array)
+    return eqx.filter(random_model((FAMILIES | dense_layers())[name]), eqx.is_array)
 
 
 @pytest.mark.medium
@@ -83,7 +85,7 @@ def test_a_new_adapter_changes_no_bit(name: str, precision: str, logits_of) -> N
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "mixtral", "olmo2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "mixtral", "olmo2", "qwen3", *mixtures(), *dense_layers()])
 def test_the_merged_weights_are_those_of_numpy_and_compute_the_same(name: str, logits_of) -> None:
     base = make_base(name)
     adapter = random_adapter(base, targets_of(name))
@@ -136,6 +138,12 @@ def test_a_is_uniform_with_the_bound_of_peft_and_b_is_zero() -> None:
         ("gpt2", "q_proj", r"'q_proj' names no linear layer of this gpt2 model; .*c_attn, c_fc, c_proj"),
         ("mixtral", "gate_proj", r"'gate_proj' names no linear layer of this mixtral model"),
         ("mixtral", "w1", r"'w1' names no linear layer of this mixtral model; .* experts"),
+        *(
+            (name, target, rf"{target!r} names no linear layer of this qwen3_moe model; .* experts")
+            for name in mixtures()
+            for target in ("gate_proj", "experts", "experts.gate_proj", "embed_tokens")
+        ),
+        *((name, "experts.up_proj", "'experts.up_proj' names no linear layer") for name in dense_layers()),
         ("llama", "embed_tokens", r"'embed_tokens' names no linear layer of this llama model; embeddings"),
         ("llama", "lm_head", r"'lm_head' names no linear layer of this llama model; .*, a head tied to them"),
         ("gpt2", "wte", r"'wte' names no linear layer"),
@@ -153,6 +161,13 @@ def test_head_and_router_are_adapted_only_if_they_are_named(name: str) -> None:
     named = adapted_modules(base, ATTENTION if name != "gpt2" else ["c_attn"])
     assert not any(path.endswith(("lm_head", ".gate")) for path in named)
     assert all(path.startswith("transformer.") for path in named)
+
+
+@pytest.mark.parametrize("name", dense_layers())
+def test_only_the_dense_layers_of_a_mixture_have_a_projection_that_is_adapted(name: str) -> None:
+    found = list(adapted_modules(make_base(name), ["up_proj", "gate"]))
+    blocks = "transformer.layers.blocks"
+    assert found == [f"{blocks}.0.mlp.up_proj", f"{blocks}.1.mlp.gate", f"{blocks}.2.mlp.up_proj"]
 
 
 def test_a_longer_target_names_one_of_two_modules_with_the_same_name() -> None:

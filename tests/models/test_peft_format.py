@@ -14,12 +14,10 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import levanter.tracker
 import numpy as np
 import pytest
 from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
-from levanter.tracker import NoopTracker
 from safetensors.numpy import load_file, save_file
 
 from marin_rl.batching.rl_example import RlExample
@@ -39,28 +37,42 @@ from marin_rl.models.peft_format import (
 )
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
-from tests.models.hf_checkpoint import record, write_checkpoint
+from marin_rl.utils.levanter_line import IS_NEW
+from tests.models.hf_checkpoint import cases, record, write_checkpoint
 from tests.models.hf_oracle.make_oracle import loss_weights, token_ids
-from tests.sampling.families import FAMILIES, random_model
+from tests.sampling.families import FAMILIES, dense_layers, mixtures, random_model
 
 pytestmark = [
     pytest.mark.both_lines,
     pytest.mark.usefixtures("compiled_quickly"),
-    # Levanter's mixture of experts calls a function that haliax has renamed.
-    pytest.mark.filterwarnings("ignore:`_get_mesh` is deprecated:DeprecationWarning"),
 ]
 
+# The kernels of transformers 5 for experts do not take float64.
+IN_FLOAT64 = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if IS_NEW else {})
 RANK, ALPHA = 3, 6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-TARGETS = {"gpt2": ("c_attn", "c_proj", "c_fc"), "mixtral": (*ATTENTION, "gate", "lm_head"), "qwen3": ("lm_head",)}
+TARGETS = {
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), (*ATTENTION, "gate", "lm_head")),
+    "qwen3": ("lm_head",),
+    # PEFT with transformers 5 takes any `gate_proj` of this architecture for that of the experts.
+    "qwen3_moe_dense": (*ATTENTION, "gate"),
+}
 """Targets of the architectures that differ from the default; qwen3 has the default ones, too."""
-ARCHITECTURES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3")
+ARCHITECTURES = cases(
+    [
+        *("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3"),
+        *("qwen3_moe", "qwen3_moe_dense"),
+    ]
+)
 FACTORS = np.pad(loss_weights(), ((0, 0), (1, 0)))
 
 
 def targets_of(name: str) -> tuple[str, ...]:
     mlp = ("gate_proj", "up_proj", "down_proj")
-    return TARGETS[name] if name in ("gpt2", "mixtral") else (*ATTENTION, *mlp, *TARGETS.get(name, ()))
+    if name != "qwen3" and name in TARGETS:
+        return TARGETS[name]
+    return (*ATTENTION, *mlp, *TARGETS.get(name, ()))
 
 
 def shapes_of(model: LmHeadModel) -> LmHeadModel:
@@ -106,8 +118,7 @@ def differentiate(tiny, trainer):
         return jnp.sum(scored.array * FACTORS), scored
 
     def compute(base: LmHeadModel, adapter: Adapter) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        # As in a run, levanter's tracker is set; a mixture of experts logs its routing to it.
-        with trainer.use_device_mesh(), levanter.tracker.current_tracker(NoopTracker()):
+        with trainer.use_device_mesh():
             run = hax.named_jit(eqx.filter_grad(loss, has_aux=True), axis_resources=trainer.compute_axis_mapping)
             gradient, scored = run(adapter, base, batch)
         named = to_peft_tensors(shapes_of(base), gradient)
@@ -147,7 +158,7 @@ def test_tensors_have_the_names_of_transformers_modules(case: str, chat, trainer
 def peft_outputs(base: Path, adapter: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return log-probabilities and gradients of PEFT in float64."""
     torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, **IN_FLOAT64)
     with warnings.catch_warnings():
         # A tensor without a place in the model would be a warning.
         warnings.simplefilter("error")
@@ -178,6 +189,9 @@ def test_peft_computes_the_same_with_an_export(case: str, chat, trainer, differe
     expected, of_peft = peft_outputs(tmp_path / "base", tmp_path / "adapter")
     assert np.abs(logprobs - record(case)["logprobs"]).max() > 0.1
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
+    if IS_NEW:
+        # Transformers 5 has renamed the module of the router, and reads the older name in files.
+        gradients = {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in gradients.items()}
     assert gradients.keys() == of_peft.keys()
     for name, gradient in of_peft.items():
         assert np.linalg.norm(gradients[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), name
@@ -269,8 +283,9 @@ def test_the_remedy_for_a_replaced_weight_works(chat, trainer, tmp_path: Path) -
     np.testing.assert_allclose(change["layer", 1].array, 0.0, atol=1e-5)
 
 
-def test_all_linear_of_a_mixture_is_refused_with_targets_that_work() -> None:
-    base = shapes_of(random_model(FAMILIES["mixtral"]))
+@pytest.mark.parametrize("name", ["mixtral", *mixtures()])
+def test_all_linear_of_a_mixture_is_refused_with_targets_that_work(name: str) -> None:
+    base = shapes_of(random_model(FAMILIES[name]))
     with pytest.raises(LoraTargetError, match=r"includes the experts .*: \[q_proj, k_proj, v_proj, o_proj\]"):
         adapter_shape(base, ("all-linear",))
     assert len(adapter_shape(base, ATTENTION).layers) == 4
@@ -278,7 +293,7 @@ def test_all_linear_of_a_mixture_is_refused_with_targets_that_work() -> None:
 
 @pytest.mark.torch
 @pytest.mark.medium
-@pytest.mark.parametrize("case", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("case", cases(["gpt2", "qwen3", "qwen3_moe_dense"]))
 def test_transformers_computes_the_same_with_a_merged_export(case: str, chat, trainer, tmp_path: Path) -> None:
     torch, transformers = (
         pytest.importorskip(name, reason="needs the extra test-torch") for name in ("torch", "transformers")
@@ -289,7 +304,7 @@ def test_transformers_computes_the_same_with_a_merged_export(case: str, chat, tr
     (tmp_path / "adapter").mkdir()
     save_peft_adapter(shapes_of(base), adapter, tmp_path / "adapter", folder)
     save_hf_policy(merge_adapter(with_adapter(base, adapter)), chat, tmp_path / "merged", trainer)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").double()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **IN_FLOAT64).double()
     ids = torch.from_numpy(token_ids()).long()
     with torch.no_grad():
         logs = torch.log_softmax(model(ids).logits[:, :-1], -1)
@@ -508,11 +523,13 @@ def test_other_numbers_of_layers_are_refused(good_adapter) -> None:
         ("gpt2", ("attn.c_proj",), ["attn.c_proj"]),
         ("qwen3", ("self_attn.q_proj", "lm_head"), ["lm_head", "q_proj"]),
         ("mixtral", ("gate", "q_proj"), ["gate", "q_proj"]),
+        # The experts have a `gate_proj`, too.
+        *((name, ("gate_proj", "gate"), ["gate", "mlp.gate_proj"]) for name in dense_layers()),
         ("llama", ("stacked.self_attn.q_proj",), ["q_proj"]),
     ],
 )
 def test_the_written_targets_are_the_shortest_names_of_transformers(name: str, targets, expected, tmp_path) -> None:
-    base = shapes_of(random_model(FAMILIES[name]))
+    base = shapes_of(random_model((FAMILIES | dense_layers())[name]))
     save_peft_adapter(base, random_adapter(base, targets), tmp_path, "BASE")
     settings = json.loads((tmp_path / CONFIG).read_text())
     assert settings["target_modules"] == expected

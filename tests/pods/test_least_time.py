@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import dataclasses
+import json
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +17,9 @@ from marin_rl.pods.least_time import (
     trainer_seconds,
 )
 from marin_rl.pods.programs import RunShapes, lower_score, open_shapes, programs_of
+from marin_rl.utils.settings.decode import encode
 from tests.pods.plan_cases import tiny_config
+from tests.sampling.families import mixtures
 
 STEP = StepSize(groups=4, rollouts=16, prompt_tokens=24, answer_tokens=8, microbatches=4, updates=1)
 # The tiny model by hand: 2 layers of width 32, 4 query and 2 key heads of size 8, MLP of 64, vocabulary of 128.
@@ -54,6 +58,19 @@ def test_mixture_counts_the_experts_of_a_token():
     router = 32 * 4
     linear = 32 * (32 + 16 + 16 + 32) + router + 2 * 3 * 32 * 64
     assert forward_flops(opened("--model", model), 1, 0, 0) == 2 * linear
+
+
+@pytest.mark.parametrize("name", mixtures())
+@pytest.mark.parametrize("dense", [(), (0,)])
+def test_flops_of_a_mixture_count_its_dense_layers_and_its_head_size(name: str, dense: tuple[int, ...]):
+    """Three layers of width 32, 4 query and 2 key heads of size 16, 2 of 8 experts of 16 hidden units, or 48."""
+    config = dataclasses.replace(cast(Any, mixtures()[name]), num_layers=3, mlp_only_layers=dense)
+    run = opened("--model", json.dumps({"type": name, **encode(config), "gradient_checkpointing": False}))
+    mlps = (3 - len(dense)) * (32 * 8 + 2 * 3 * 32 * 16) + len(dense) * 3 * 32 * 48
+    linear, attention = 3 * 32 * (64 + 32 + 32 + 64) + mlps, 3 * 4 * 16
+    assert forward_flops(run, 1, 5, 1) == 2 * linear + 4 * attention * 5 + 2 * HEAD
+    assert config.flops_per_token(128, 5) == forward_flops(run, 1, 5, 1)
+    assert run.has_dense_layers == bool(dense)
 
 
 def test_update_costs_three_forward_passes_and_recomputed_activations(run: RunShapes):

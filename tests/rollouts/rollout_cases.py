@@ -3,12 +3,14 @@
 
 """Rollouts for tests of the store and the viewer."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
 from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig, read_rollouts
 from marin_rl.runs.stored_rollout import StoredAdvantages
@@ -25,6 +27,7 @@ from marin_rl.types import (
     Turn,
     TurnReward,
 )
+from tests.scripted_sampler import experts_of
 
 END = 257
 TASK = Task("t", "sums", ({"role": "user", "content": "2+3"},), "5")
@@ -88,6 +91,30 @@ def rich_rollout() -> Rollout:
         info={"map": "ü 4x4"},
         last_observation=Observation(({"role": "tool", "content": "46 ü"},), (261, *"46 ü".encode(), END, 260)),
     )
+
+
+def with_experts(rollout: Rollout, layers: int = 2, per_token: int = 3, dtype: str = "uint8") -> Rollout:
+    """The rollout with random chosen experts: of all tokens but the last of each sequence."""
+    rng, turns = np.random.default_rng([5, *rollout.id.encode()]), []
+    for turn in rollout.turns:
+        shape = (turn.num_tokens - turn.starts_sequence, layers, per_token)
+        experts = rng.integers(np.iinfo(dtype).max, size=shape).astype(dtype)
+        turns.append(dataclasses.replace(turn, generation=dataclasses.replace(turn.generation, experts=experts)))
+    return dataclasses.replace(rollout, turns=tuple(turns))
+
+
+def check_experts(rollout: Rollout) -> None:
+    """Check that each token has the experts that `experts_of` chose for it in its sequence, and nothing twice."""
+    sequences: list[list[int]] = []
+    for turn in rollout.turns:
+        if turn.starts_sequence:
+            sequences.append([])
+        sequences[-1] += [*turn.observation_tokens, *turn.generation.token_ids]
+    expected = [row for tokens in sequences for row in (*experts_of(tokens[:-1]).tolist(), [[255] * 3] * 2)]
+    found = batch_rollouts([rollout], experts=True).experts
+    assert (None if found is None else found.tolist()) == (expected or None)
+    rows = [turn.generation.experts for turn in rollout.turns]
+    assert sum(len(one) for one in rows if one is not None) == sum(len(tokens) - 1 for tokens in sequences)
 
 
 def rich_signal() -> StoredAdvantages:

@@ -9,9 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from marin_rl.rollouts.group_codec import OtherFormatError, decode_group, decode_task, encode_group, encode_task
 from marin_rl.types import (
@@ -26,7 +28,7 @@ from marin_rl.types import (
     Turn,
     TurnReward,
 )
-from tests.rollouts.rollout_cases import group_of, rich_rollout, rollout_of
+from tests.rollouts.rollout_cases import group_of, rich_rollout, rollout_of, with_experts
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=4)  # also lone surrogates
 OPTIONAL_TEXTS = st.none() | TEXTS
@@ -43,6 +45,7 @@ JSON_VALUES = st.recursive(
 INFOS = st.dictionaries(TEXTS, JSON_VALUES, max_size=2)
 MESSAGE = st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}, optional={"tool_calls": JSON_VALUES})
 MESSAGES = st.tuples(MESSAGE) | st.tuples(MESSAGE, MESSAGE)
+EXPERTS = arrays(st.sampled_from([np.uint8, np.uint16]), st.tuples(*[st.integers(0, 3)] * 3))
 
 
 class Values:
@@ -55,7 +58,8 @@ class Values:
         sampled = self._draw(st.lists(st.tuples(TOKEN, LOGPROBS), max_size=4))
         tokens, logprobs = (tuple(column) for column in zip(*sampled, strict=True)) if sampled else ((), ())
         first, last = sorted(self._draw(st.tuples(st.integers(0, 9), st.integers(0, 9))))
-        return Generation(tokens, logprobs, self._draw(st.sampled_from(StopReason)), first, last)
+        reason, experts = self._draw(st.tuples(st.sampled_from(StopReason), st.none() | EXPERTS))
+        return Generation(tokens, logprobs, reason, first, last, experts)
 
     def turn(self, starts: bool) -> Turn:
         tokens, messages, rewards, anchor, action, info = self._draw(
@@ -113,6 +117,29 @@ def test_log_probabilities_keep_every_bit(logprobs: list[float]) -> None:
     assert again == turn
 
 
+@given(EXPERTS)
+@example(np.arange(2 * 40 * 8, dtype=np.uint16).reshape(2, 40, 8)[:, ::-1])
+def test_chosen_experts_are_restored(experts: np.ndarray) -> None:
+    generation = Generation((1,), (-1.0,), StopReason.STOP, 0, 0, experts)
+    turn = Turn((1,), generation, (), starts_sequence=True)
+    group = RolloutGroup("g", [dataclasses.replace(rollout_of("g-0"), turns=(turn, turn))])
+    encoded = encode_group(group)
+    for again in decode_group(encoded).rollouts[0].turns:
+        found = again.generation.experts
+        assert found is not None
+        assert (found.dtype, found.shape, found.tolist()) == (experts.dtype.name, experts.shape, experts.tolist())
+        # Independent of the message, and of the other turn.
+        assert found.flags.owndata
+    without = encode_group(RolloutGroup("g", [dataclasses.replace(rollout_of("g-0"), turns=(bare(turn),) * 2)]))
+    described = len(json.dumps([experts.dtype.name, *experts.shape], separators=(",", ":"))) - len("null")
+    assert len(encoded) == len(without) + 2 * (experts.nbytes + described)
+
+
+def bare(turn: Turn) -> Turn:
+    """The turn without chosen experts."""
+    return dataclasses.replace(turn, generation=dataclasses.replace(turn.generation, experts=None))
+
+
 def test_other_keys_of_a_message_are_kept() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     task = Task("t", "sums", (message,), "5", "2+3=5", {"cell": [1, 2]})
@@ -149,7 +176,7 @@ def test_a_token_that_is_not_an_integer_of_32_bits_is_refused_by_name(token: Any
 
 @given(st.data())
 def test_a_damaged_group_is_refused(data: st.DataObject) -> None:
-    encoded = encode_group(RolloutGroup("g", [rich_rollout()]))
+    encoded = encode_group(RolloutGroup("g", [with_experts(rich_rollout())]))
     cut = data.draw(st.integers(16, len(encoded) - 1))
     with pytest.raises(ValueError, match="an encoded group is damaged"):
         decode_group(encoded[:cut])
@@ -167,10 +194,26 @@ def test_a_damaged_group_is_refused(data: st.DataObject) -> None:
         (b'"status":"completed"', b'"status":"complete"'),
         (b'"seconds":', b'"minutes":'),
         (b'{"id":"g"', b'["id","g"'),
+        (b'"experts":["uint8",', b'"experts":["uint16",'),
+        (b'"experts":["uint8",', b'"experts":["int8",'),
+        (b'"experts":["uint8",', b'"experts":[["uint8"],'),
+        (b'"experts":["uint8",', b'"experts":["uint8",2,'),
+        (b'"experts":["uint8",', b'"experts":["uint8",1,'),
+        (b'"experts":["uint8",20,', b'"experts":["uint8",16,'),
+        (b'"experts":["uint8",20,', b'"experts":["uint8",-20,'),
+        (b'"experts":["uint8",20,2,', b'"experts":["uint8",-20,-2,'),
+        (b'"experts":["uint8",20,', b'"experts":["uint8",20.0,'),
+        (b'"experts":["uint8",20,', b'"experts":["uint8","20",'),
+        (b'"experts":["uint8",20,', b'"experts":["uint8",1' + b"0" * 40 + b","),
+        (b'"experts":["uint8",20,', b'"experts":["uint8",null,'),
+        (b'"experts":["uint8",20,2,3]', b'"experts":["uint8",0,4611686018427387904,1' + b"0" * 30 + b"]"),
+        (b'"experts":["uint8",20,2,3]', b'"experts":["uint8"]'),
+        (b'"experts":["uint8",20,2,3]', b'"experts":120'),
+        (b'"experts":["uint8",20,2,3]', b'"experts":null'),
     ],
 )
 def test_a_group_with_another_structure_is_refused(old: bytes, new: bytes) -> None:
-    encoded = encode_group(RolloutGroup("g", [rich_rollout()]))
+    encoded = encode_group(RolloutGroup("g", [with_experts(rich_rollout())]))
     assert old in encoded
     head, size, rest = encoded[:16], int.from_bytes(encoded[16:24], "little"), encoded[24:]
     changed = head + (size + len(new) - len(old)).to_bytes(8, "little") + rest.replace(old, new, 1)
@@ -179,5 +222,5 @@ def test_a_group_with_another_structure_is_refused(old: bytes, new: bytes) -> No
 
 
 def test_another_format_is_named() -> None:
-    with pytest.raises(OtherFormatError, match="not in the format 'rollout-group-2' of this version"):
+    with pytest.raises(OtherFormatError, match="not in the format 'rollout-group-3' of this version"):
         decode_group(json.dumps(dataclasses.asdict(RolloutGroup("g", []))).encode())

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -321,3 +322,44 @@ def test_a_rollout_without_rewards_is_an_error():
         built(Step({})).finish()
     with pytest.raises(ValueError, match="Rollout r: reward 'won' is nan"):
         built(continues(won=math.inf), Step({"won": -math.inf})).finish()
+
+
+# --- chosen experts ---
+
+
+def reporting(text: str, context: int, stops: bool = True) -> Generation:
+    """A reply with the experts `t` of token `t` of its sequence, whose first `context` tokens are the prompt."""
+    reply = reply_of(text, stops)
+    rows = np.arange(context + len(reply.token_ids) - 1, dtype=np.uint16)
+    return dataclasses.replace(reply, experts=rows[:, None, None])
+
+
+def test_a_turn_keeps_the_experts_that_no_earlier_turn_has():
+    builder = new_builder()
+    builder.add_generation(reporting("abc", len(PROMPT)))
+    builder.add_observation(continues())
+    second = reporting("de", len(PROMPT) + 4 + 5)
+    builder.add_generation(second)
+    builder.add_observation(Step({"won": 1.0}))
+    rollout = builder.finish()
+    found = [turn.generation.experts for turn in rollout.turns]
+    assert [one is not None and one.ravel().tolist() for one in found] == [[*range(9)], [*range(9, 17)]]
+    # The rows of earlier turns do not stay in memory.
+    assert all(one is not None and one.base is None for one in found)
+
+
+@pytest.mark.parametrize("more", [-1, 1, -9])
+def test_experts_of_another_number_of_tokens_are_refused_by_name(more: int):
+    builder = new_builder()
+    message = f"rollout r: the sampler reported the experts of {9 + more} tokens for a prompt of 6 and 4 sampled tokens"
+    with pytest.raises(ValueError, match=f"{message}; expected those of 9, all but the last"):
+        builder.add_generation(dataclasses.replace(reply_of("abc"), experts=np.zeros((9 + more, 2, 2), np.uint8)))
+
+
+def test_an_aborted_reply_without_tokens_has_the_experts_of_its_prompt():
+    builder = new_builder()
+    aborted = Generation((), (), StopReason.ABORT, 0, 0, np.zeros((5, 2, 2), np.uint8))
+    builder.add_generation(aborted)
+    [turn] = builder.finish().turns
+    assert turn.generation.experts is not None
+    assert turn.generation.experts.shape == (5, 2, 2)

@@ -19,6 +19,7 @@ from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout
+from tests.rollouts.rollout_cases import check_experts
 from tests.scripted_sampler import ScriptedSampler
 from tests.tokenization.conftest import CHATML, THINKING, chatml_tokenizer, llama_tokenizer
 from tests.tokenization.tool_templates import QWEN3, SILENT
@@ -112,7 +113,7 @@ def run(
         return (*tokens, stop) if ends else (*tokens, *[filler] * request.max_new_tokens)
 
     limits = Limits(LENGTH, 200, len(policy_replies))
-    sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids))
+    sampler = ScriptedSampler(script, stop_token_ids=list(tokenizer.stop_token_ids), experts=True)
     runner = RolloutRunner(environment, tokenizer, sampler, limits)
     [group] = run_tasks(
         runner, environment.tasks(Split.TRAIN)[:1], group_size=1, temperature=1.0, seed_parts=(0, "train", 1)
@@ -150,6 +151,7 @@ def test_only_sampled_tokens_carry_loss_each_in_its_sampling_context(
     starts = [turn.starts_sequence for turn in rollout.turns]
     assert arrays.input_ids.shape[0] == sum(starts)
     assert starts[0]
+    check_experts(rollout)
 
 
 def test_only_templates_that_strip_thinking_split_the_rollout():

@@ -13,11 +13,21 @@ import pyarrow as pa
 import pytest
 
 from marin_rl.batching.processed_rollout import process_rollout
+from marin_rl.batching.rollout_batch import batch_rollouts
 from marin_rl.objectives.advantage_inputs import TurnAdvantages
 from marin_rl.runs.rollout_store import as_parquet, read_file
 from marin_rl.runs.stored_rollout import COLUMNS, SCHEMA, SCHEMA_VERSION, StoredAdvantages, as_table, groups_of_table
 from marin_rl.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
-from tests.rollouts.rollout_cases import group_of, piece, rich_rollout, rich_signal, rollout_of, turn_of, write
+from tests.rollouts.rollout_cases import (
+    group_of,
+    piece,
+    rich_rollout,
+    rich_signal,
+    rollout_of,
+    turn_of,
+    with_experts,
+    write,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "api" / "records.md"
 
@@ -92,6 +102,14 @@ def expected_turns(rollout: Rollout, stored: StoredAdvantages | None) -> list[di
     return rows
 
 
+def expected_experts(experts: np.ndarray | None) -> dict[str, Any] | None:
+    if experts is None:
+        return None
+    size = experts.dtype.itemsize
+    data = b"".join(value.to_bytes(size, "little") for value in experts.ravel().tolist())
+    return {"dtype": f"uint{8 * size}", "shape": list(experts.shape), "data": data}
+
+
 def expected_row(rollout: Rollout, stored: StoredAdvantages | None, not_trained: str | None) -> dict[str, Any]:
     """A row in plain Python, as the page `records.md` defines the columns."""
     last = rollout.last_observation
@@ -133,6 +151,7 @@ def expected_row(rollout: Rollout, stored: StoredAdvantages | None, not_trained:
             "observation_tokens": list(last.tokens),
             "observation_pieces": [piece(token) for token in last.tokens],
         },
+        "experts": [expected_experts(turn.generation.experts) for turn in rollout.turns],
     }
 
 
@@ -173,9 +192,11 @@ def random_rollout(rng: np.random.Generator, index: int) -> tuple[Rollout, Store
 def test_every_column_of_a_file_equals_the_rollouts(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     given = [random_rollout(rng, index) for index in range(rng.integers(6))]
+    if seed % 3:
+        given = [(with_experts(one, dtype="uint8" if seed % 3 == 1 else "uint16"), *rest) for one, *rest in given]
     rollouts = [rollout for rollout, _, _ in given]
     stored = {rollout.id: advantages for rollout, advantages, _ in given if advantages is not None}
-    table = as_table(rollouts, 7, "training", stored, piece)
+    table = as_table(rollouts, 7, "training", stored, piece, experts=True)
     table.validate(full=True)
     path = tmp_path / "step-00000007.parquet"
     path.write_bytes(as_parquet(table))
@@ -203,6 +224,26 @@ def test_arrays_of_another_length_and_tokens_of_another_type_are_refused() -> No
     turn = dataclasses.replace(rollout.turns[0], observation_tokens=(2**31,))
     with pytest.raises(pa.ArrowInvalid, match="2147483648"):
         as_table([dataclasses.replace(rollout, turns=(turn,))], 1, "training", {}, piece)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_chosen_experts_are_restored_if_they_are_stored(tmp_path: Path, dtype: str) -> None:
+    cut = rollout_of("g-1", status=RolloutStatus.TRUNCATED)
+    rollouts = [with_experts(one, dtype=dtype) for one in (rich_rollout(), cut, rollout_of("g-2", reward=None))]
+    signals = {"g-0": rich_signal(), "g-1": StoredAdvantages(np.ones(2))}
+    for step, stores in ((1, True), (2, False)):
+        write(tmp_path, step, [RolloutGroup("g", rollouts)], signals, experts=stores)
+        table = read_file(tmp_path / f"step-0000000{step}.parquet", COLUMNS)
+        assert table is not None
+        [group] = groups_of_table(table).groups
+        if not stores:
+            assert all(turn.generation.experts is None for one in group.rollouts for turn in one.turns)
+            continue
+        found, expected = (batch_rollouts(some, experts=True).experts for some in (group.rollouts, rollouts))
+        assert found is not None
+        assert expected is not None
+        assert found.dtype == expected.dtype == dtype
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_groups_are_restored_as_training_uses_them(tmp_path: Path):

@@ -3,7 +3,8 @@
 
 """A tiny model of each architecture, with random weights everywhere, biases and scales of norms included."""
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ from levanter.models.qwen import Qwen3Config
 from marin_rl.models.olmo3 import Olmo3Config
 from marin_rl.models.qwen2 import Qwen2Config
 from marin_rl.models.rotary import YarnRotaryConfig
-from marin_rl.utils.levanter_line import seq_len
+from marin_rl.utils.levanter_line import IS_NEW, seq_len
 
 VOCAB = 64
 CONTEXT = 40
@@ -30,6 +31,24 @@ SIZES: dict[str, Any] = {
     **seq_len(48),
     **{"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
 }
+
+
+def mixtures() -> dict[str, LmConfig]:
+    """Return the architectures that only one line of levanter has."""
+    if not IS_NEW:
+        return {}
+    from marin_rl.models.qwen3_moe import Qwen3MoeConfig
+
+    moe: dict[str, Any] = {"moe_intermediate_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    return {"qwen3_moe": Qwen3MoeConfig(**SIZES, **moe)}
+
+
+def dense_layers() -> dict[str, LmConfig]:
+    """Return mixtures with dense layers, which are not stacked."""
+    options: dict[str, Any] = {"num_layers": 3, "decoder_sparse_step": 2, "tie_word_embeddings": True}
+    return {f"{name}_dense": dataclasses.replace(cast(Any, config), **options) for name, config in mixtures().items()}
+
+
 FAMILIES: dict[str, LmConfig] = {
     "gemma": GemmaConfig(**SIZES, head_dim=8),
     "gemma2": Gemma2Config(
@@ -48,6 +67,7 @@ FAMILIES: dict[str, LmConfig] = {
     "olmo3": Olmo3Config(**SIZES, sliding_window=CONTEXT),
     "qwen2": Qwen2Config(**SIZES, rope=YarnRotaryConfig(factor=4.0, original_max_position_embeddings=10)),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    **mixtures(),
 }
 
 

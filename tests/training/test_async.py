@@ -25,7 +25,7 @@ from marin_rl.sessions.replay import replay_step
 from marin_rl.training import worker
 from tests.distributed.inline_executor import InlineExecutor
 from tests.distributed.thread_workers import thread_workers
-from tests.tiny_run import TinyRun, outcome, without_timings
+from tests.tiny_run import MIXTURE, TinyRun, outcome, without_timings
 from tests.training.reopened_run import config_of
 from tests.training.sampled_versions import each_of_one_version
 
@@ -161,15 +161,19 @@ def test_workers_sample_ahead_and_interrupted_run_resumes(
 
 
 @pytest.mark.medium
-def test_tokens_of_former_weights_have_their_version(finished_run: TinyRun, new_run: Callable[..., TinyRun]) -> None:
+@pytest.mark.parametrize("model", ["llama", "mixture"])
+def test_tokens_of_former_weights_have_their_version(
+    model: str, finished_run: TinyRun, new_run: Callable[..., TinyRun]
+) -> None:
+    """Also with experts that routers of former weights chose."""
+    start = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0}
     run = new_run(
         mode="async",
         num_steps=4,
         replay={"max_staleness": 2},
         off_policy_correction={"type": "tis"},
         policy_loss={"type": "ppo_clip"},
-        initialize_from=str(finished_run.path),
-        warm_start__max_steps=0,
+        **(start if model == "llama" else MIXTURE),
         evaluation={"tasks": 2, "greedy": False, "every": 0},
         checkpoint={"every": 1, "keep_every": 1},
     )

@@ -21,7 +21,7 @@ from marin_rl.runs.rollout_store import read_rollouts
 from marin_rl.runs.run_directory import RunDirectory
 from marin_rl.runs.stored_rollout import StoredGroups, groups_of_table
 from marin_rl.sessions.replay import replay_step
-from tests.tiny_run import TinyRun, interrupted_after, make_run, outcome, without_timings
+from tests.tiny_run import MIXTURE, TinyRun, interrupted_after, make_run, outcome, without_timings
 from tests.training.reopened_run import config_of
 
 STEPS = 3
@@ -48,8 +48,20 @@ EXACT: dict[str, Any] = {"kl": {"type": "exact", "beta": 0.5, "divergence": "for
 """The initial policy teaches in every update."""
 
 
+SEVERAL_UPDATES: dict[str, Any] = {"policy_loss": {"type": "ppo_clip"}, "updates": {"minibatches": 2}}
+
 QUIET: dict[str, Any] = {"rollouts__prompts_per_step": 1, "rollouts__group_size": 2}
 """Steps of one group, whose rewards are often equal, so that there is no update."""
+
+
+KINDS = {
+    "ppo": PPO,
+    "gspo": GSPO,
+    "exact": EXACT,
+    "mixture": MIXTURE | SEVERAL_UPDATES,
+    "recompute": MIXTURE | SEVERAL_UPDATES | {"routing_replay": "recompute"},
+    "quiet": QUIET,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +85,10 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     def by_name(name: str) -> Trained:
         if name not in trained:
+            start = {"initialize_from": str(finished_run.path), "warm_start__max_steps": 0}
             settings = {
-                **{"ppo": PPO, "gspo": GSPO, "exact": EXACT, "quiet": QUIET}[name],
-                "initialize_from": str(finished_run.path),
-                "warm_start__max_steps": 0,
+                **({} if name in ("mixture", "recompute") else start),
+                **KINDS[name],
                 "num_steps": STEPS,
                 "evaluation": {"every": 2, "tasks": 4, "greedy": False},
                 "checkpoint": {"every": 1, "keep_every": 1},
@@ -91,7 +103,8 @@ def train(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("name", "step"), [("ppo", 1), ("ppo", 2), ("gspo", 1), ("gspo", 2), ("exact", 2), ("quiet", 1), ("quiet", 2)]
+    ("name", "step"),
+    [("ppo", 1), ("ppo", 2), ("gspo", 1), ("gspo", 2), ("exact", 2), ("mixture", 1), ("quiet", 1), ("quiet", 2)],
 )
 def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Callable[[str], Trained], tmp_path: Path):
     whole = train(name).run
@@ -106,7 +119,15 @@ def test_resumed_run_equals_uninterrupted_run(name: str, step: int, train: Calla
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "stored"),
-    [("ppo", True), ("ppo", False), ("gspo", True), ("gspo", False), ("exact", True), ("quiet", True)],
+    [
+        ("ppo", True),
+        ("ppo", False),
+        ("gspo", True),
+        ("gspo", False),
+        ("exact", True),
+        ("mixture", True),
+        ("quiet", True),
+    ],
 )
 def test_replayed_step_equals_the_run(
     name: str, stored: bool, train: Callable[[str], Trained], monkeypatch: pytest.MonkeyPatch
@@ -157,6 +178,19 @@ def test_ppo_step_has_several_updates(train: Callable[[str], Trained]):
     # The policy moves away from the reference, which is the policy before RL.
     assert records[0]["objective/kl"] == pytest.approx(0.0, abs=1e-4)
     assert abs(records[2]["objective/kl"]) > 1e-4
+
+
+@pytest.mark.medium
+def test_updates_use_the_experts_that_sampled(train: Callable[[str], Trained]):
+    """The later updates of a step, too, whose router may choose others."""
+    records = train("mixture").run.records()[1:]
+    assert records[0]["mismatch/logprob_difference_max"] < 1e-5
+    assert sum(record["router/differing"] for record in records) > 0
+    for record in records:
+        assert record["loss/router_balance_avg"] > 0
+        loads = [value for name, value in record.items() if name.startswith("router/load/")]
+        assert np.mean(loads) == pytest.approx(1)
+        assert (record["router/load_min"], record["router/load_max"]) == (min(loads), max(loads))
 
 
 @pytest.mark.medium

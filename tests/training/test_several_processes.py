@@ -253,7 +253,7 @@ def assert_equal_to_rounding(found: TinyRun, expected: TinyRun) -> None:
 
 
 def test_killed_processes_sample_and_train_like_one(sync_runs: dict[int, TinyRun]) -> None:
-    """tests/pods/test_local.py kills the other process."""
+    """tests/pods/test_iris_jobs.py kills the other process."""
     run = sync_runs[2]
     assert "resuming after step 2, from " in (run.path / "log.txt").read_text()
     assert_equal_to_rounding(run, sync_runs[1])

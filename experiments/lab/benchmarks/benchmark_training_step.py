@@ -207,13 +207,16 @@ def pack(
 
 def _join(microbatches: Sequence[RlExample]) -> RlExample:
     """Join all microbatches into one batch."""
-    rows, positions = microbatches[0].input_ids.axes
-    axes = (Axis(rows.name, rows.size * len(microbatches)), positions)
+    rows = microbatches[0].input_ids.axes[0]
+    joined = Axis(rows.name, rows.size * len(microbatches))
     arrays = {
-        name: np.concatenate([np.asarray(getattr(example, name).array) for example in microbatches])
-        for name in microbatches[0].arrays()
+        name: hax.named(
+            np.concatenate([np.asarray(getattr(example, name).array) for example in microbatches]),
+            (joined, *first.axes[1:]),
+        )
+        for name, first in microbatches[0].arrays().items()
     }
-    return RlExample(**{name: hax.named(array, axes) for name, array in arrays.items()}, group=None)
+    return RlExample(**arrays, group=None)
 
 
 def measure_training_step(

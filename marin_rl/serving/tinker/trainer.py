@@ -36,6 +36,7 @@ from marin_rl.learner.policy_model import load_hf_policy, read_hf_architecture
 from marin_rl.learner.policy_spec import PolicySpec
 from marin_rl.learner.train_step import AccumulatedState, Frozen, Learner, Loss, StepwiseAdamW, zero_gradient
 from marin_rl.models.lora import RANK, Adapter, merge_adapter, with_adapter
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.runs.checkpoint import CheckpointConfig, Checkpoints
 from marin_rl.runs.run_directory import CheckpointError
 from marin_rl.sampling.config import SamplingConfig
@@ -176,6 +177,11 @@ class JaxTrainer:
         return PolicySpec(cast(LmConfig, self._base.config), self.vocab_size, self._trainer, lora=lora)
 
     def _lora(self, spec: ModelSpec) -> LoraConfig:
+        if spec.train_mlp and mixture_shape(cast(LmConfig, self._base.config)) is not None:
+            raise RequestError(
+                "train_mlp is true, but the experts of a mixture cannot be adapted; set it to false, or train all "
+                "weights with rank 0"
+            )
         options = {name: modules for name, modules in _TARGETS.items() if getattr(spec, name)}
         if getattr(self._base.config, "tie_word_embeddings", False):
             # The head is the embedding, and has no weights of its own.

@@ -23,7 +23,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY
 from draccus.utils import is_choice_type
 
 from marin_rl.utils.errors import nearest
-from marin_rl.utils.levanter_line import field_of_key, key_of_field
+from marin_rl.utils.levanter_line import field_of_key, key_of_field, line_problem
 
 
 class ConfigError(ValueError):
@@ -190,6 +190,8 @@ def resolve_section(section: Any, raw: Mapping[str, Any], path: Sequence[str] = 
     if name not in options:
         if (now := getattr(registry, "former_names", {}).get(str(name))) is not None:
             raise ConfigError(f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is now named {now}; write {now}")
+        if (problem := line_problem(name)) is not None:
+            raise ConfigError(f"{dotted((*path, CHOICE_TYPE_KEY))}: {problem}")
         near = nearest(str(name), options)
         own = "" if near.startswith("did you mean") else ". A type of your own needs its file in `imports`"
         raise ConfigError(f"{dotted((*path, CHOICE_TYPE_KEY))} is {name!r}, which is not one of its types; {near}{own}")

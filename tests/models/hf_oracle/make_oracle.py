@@ -52,6 +52,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN_MSCALE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5, "truncate": False}
 GEMMA = {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None}
 LAYERS = ["sliding_attention", "full_attention"]
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4}
+QWEN3_MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 500000.0},
@@ -64,6 +66,13 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "rope_theta": 1000000.0, "head_dim": 16},
     "qwen3_llama3": {"model_type": "qwen3", "rope_scaling": LLAMA3, "head_dim": 16},
     "qwen3_yarn": {"model_type": "qwen3", "rope_theta": 1000000.0, "rope_scaling": YARN, "head_dim": 16},
+    "qwen3_moe": {**QWEN3_MOE, "rope_theta": 1000000.0},
+    "qwen3_moe_dense": {
+        **QWEN3_MOE,
+        **{"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe_window": {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 10},
     "mistral": {"model_type": "mistral", "sliding_window": 48},
     "mistral_window": {"model_type": "mistral", "sliding_window": 10},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -35,6 +35,7 @@ from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, Task
 from marin_rl.utils.event_loop import BackgroundLoop
 from tests.hostile_errors import HOSTILE_ERRORS
+from tests.rollouts.rollout_cases import check_experts
 from tests.scripted_sampler import ScriptedSampler, TokenSampler
 from tests.serving import serving_cases
 
@@ -94,7 +95,7 @@ def last_word(request: SampleRequest) -> Sequence[int]:
 
 
 def scripted(script: Callable[[SampleRequest], Sequence[int]]) -> ScriptedSampler:
-    return ScriptedSampler(script, stop_token_ids=[END], version=7)
+    return ScriptedSampler(script, stop_token_ids=[END], version=7, experts=True)
 
 
 def run(
@@ -123,6 +124,8 @@ def run(
         [group] = run_tasks(runner, [TASK], group_size=size, temperature=temperature, seed_parts=(3, "training"))
     finally:
         runner.loop.close()
+    for rollout in group.rollouts:
+        check_experts(rollout)
     return group, sampler.requests if isinstance(sampler, ScriptedSampler) else []
 
 

@@ -35,6 +35,8 @@ from marin_rl.serving.tinker.records import (
 from marin_rl.serving.tinker.trainer import JaxTrainer
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.load import byte_tokenizer
+from marin_rl.utils.levanter_line import IS_NEW
+from tests.models.hf_checkpoint import write_checkpoint
 from tests.serving.tinker.wire import Wire, serving
 from tests.tiny_learner import VOCAB, make_model, make_trainer
 
@@ -344,6 +346,29 @@ class Source:
 
 
 PROMPT = SampleParams((70, 71, 72), 2, 6, 3, 1.0, -1, 1.0, None, False, 0)
+
+
+@pytest.mark.both_lines
+@pytest.mark.medium
+def test_a_mixture_is_trained_and_sampled(tmp_path: Path):
+    """An adapter leaves out the experts, which the client must ask for."""
+    case = "qwen3_moe_dense" if IS_NEW else "mixtral"
+    tokenizer, folder = ChatTokenizer(byte_tokenizer()), write_checkpoint(tmp_path / "base", case)
+    trainer = JaxTrainer(folder, tokenizer, make_trainer(), max_context=CONTEXT, max_seqs=8, call_seconds=0.1)
+    with pytest.raises(RequestError, match="the experts of a mixture cannot be adapted; set it to false, or train all"):
+        trainer.create(LORA)
+    for spec in (dataclasses.replace(LORA, train_mlp=False), FULL):
+        trainer.create(spec)
+        trainer.forward_backward(request(random_data(3, "cross_entropy")))
+        trainer.optim_step(AdamParams(learning_rate=0.1))
+        trainer.save_sampler(tmp_path / str(spec.lora_rank))
+        source = Source([PROMPT])
+        trainer.sample(tmp_path / str(spec.lora_rank), source)
+        tokens, logprobs = source.results["0.0"].samples[0].tokens, source.results["0.0"].samples[0].logprobs
+        sequence = np.array([*PROMPT.prompt, *tokens], np.int32)
+        datum = Datum(sequence[:-1], {"target_tokens": sequence[1:].astype(np.int64)})
+        of_trainer = trainer.forward_backward(request((datum,), forward_only=True)).logprobs[0]
+        np.testing.assert_allclose(of_trainer[len(PROMPT.prompt) - 1 :], logprobs, atol=1e-5)
 
 
 @pytest.mark.both_lines
