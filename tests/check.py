@@ -36,6 +36,7 @@ OTHER_TESTS = (
     "tests/tokenization",
     "tests/batching/test_rl_example.py",
     "tests/config",
+    "tests/experiments/test_experiment_configs.py",
     "tests/pods/test_launch.py",
     "tests/pods/test_preflight.py",
     "tests/pods/test_task.py",

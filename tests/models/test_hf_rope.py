@@ -13,7 +13,7 @@ from marin_rl.models.conversion import levanter_config, to_hf_config
 from marin_rl.models.hf_config import read_hf_config
 from marin_rl.models.hf_rope import canonical_scaling, read_rope, write_rope
 from marin_rl.models.rotary import LinearRotaryConfig
-from tests.models.hf_checkpoint import record, write_config
+from tests.models.hf_checkpoint import cases, record, write_config
 from tests.models.hf_oracle.make_oracle import CASES
 
 ROTARY = sorted(CASES.keys() - {"gpt2"})
@@ -29,7 +29,7 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
-@pytest.mark.parametrize("case", ROTARY)
+@pytest.mark.parametrize("case", cases(ROTARY))
 def test_an_export_has_the_settings_that_each_transformers_reads(tmp_path: Path, case: str):
     config = read(tmp_path, record(case)["config"])
     written = write_rope(to_hf_config(config, 264).to_diff_dict())
@@ -47,7 +47,7 @@ def test_an_export_has_the_settings_that_each_transformers_reads(tmp_path: Path,
     assert written["rope_scaling"] is None or "rope_theta" not in written["rope_scaling"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES))
 def test_each_form_alone_describes_the_exported_model(tmp_path: Path, case: str):
     config = read(tmp_path, record(case)["config"])
     written = json.loads(json.dumps(write_rope(to_hf_config(config, 264).to_diff_dict())))
