@@ -66,18 +66,6 @@ class Qwen3MoeConfig(LevanterConfig):
         """The model's class."""
         return Qwen3Moe
 
-    def flops_per_token(self, vocab_size: int, context_length: int) -> float:
-        """Return the FLOPs of a forward pass per token: of a mixture, those of the experts that a token uses.
-
-        `2 · P + 4 · layers · heads · head size · context`, where P are the weights of the linear layers and the head.
-        Levanter's count takes `hidden_dim / num_heads` for the head size.
-        """
-        queries, keys = (count * self.actual_head_size for count in (self.num_heads, self.num_kv_heads))
-        used = self.num_experts_per_tok * 3 * self.moe_intermediate_dim + self.num_experts
-        mlps = [used if has_experts else 3 * self.intermediate_dim for has_experts in self.layers_with_experts]
-        linear = self.hidden_dim * (self.num_layers * 2 * (queries + keys) + sum(mlps) + vocab_size)
-        return 2.0 * linear + 4.0 * self.num_layers * queries * context_length
-
     def hf_checkpoint_converter(self, ref_checkpoint: str | None = None) -> HFCheckpointConverter:
         """Return levanter's converter between this architecture and its Hugging Face format."""
         reference = self.reference_checkpoint if ref_checkpoint is None else ref_checkpoint

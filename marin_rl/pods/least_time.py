@@ -11,11 +11,9 @@ import math
 from typing import Any, NamedTuple, cast
 
 import equinox as eqx
-import haliax.nn as hnn
-import jax
 
-from marin_rl.models.mixture import mixture_shape
-from marin_rl.pods.chips import Chip, Number
+from marin_rl.models.flops import forward_flops
+from marin_rl.pods.chips import Chip
 from marin_rl.pods.compiling import chip_bytes
 from marin_rl.pods.programs import RunShapes
 
@@ -50,7 +48,7 @@ def trainer_seconds(run: RunShapes, step: StepSize, chip: Chip) -> dict[str, flo
     answers = step.rollouts * step.answer_tokens
     prompts = step.rollouts if group is None else step.rollouts / group.answers
     tokens, context = prompts * step.prompt_tokens + answers, (step.prompt_tokens + step.answer_tokens) / 2
-    layers, head = forward_flops(run, tokens, context, 0), forward_flops(run, 0, 0, answers)
+    layers, head = forward_flops(run.policy, tokens, context, 0), forward_flops(run.policy, 0, 0, answers)
     critic = config.trained_critic
     trunks = 1 if critic is None or critic.shared_trunk else 2
     own, reference, epochs = run.parts.own_scorings, config.needs_reference, run.parts.passes_per_step
@@ -73,36 +71,13 @@ def sampler_seconds(run: RunShapes, step: StepSize, chip: Chip, hosts: int) -> d
     if chip.flops is None or chip.memory_bandwidth is None:
         return {}
     peak, slots = run.trainer.device_mesh.size * chip.flops, run.sizes.slots
-    prefill = forward_flops(run, step.groups * step.prompt_tokens, step.prompt_tokens / 2, 0)
+    prefill = forward_flops(run.policy, step.groups * step.prompt_tokens, step.prompt_tokens / 2, 0)
     context = step.prompt_tokens + step.answer_tokens / 2
     cached = chip_bytes(run.cache) * min(context / run.rl.rollouts.max_length, 1)
     reading = (decoded_weight_bytes(run) + cached) / chip.memory_bandwidth
-    computing = forward_flops(run, slots, context, slots) / peak
+    computing = forward_flops(run.policy, slots, context, slots) / peak
     decode_steps = math.ceil(step.rollouts / (slots * hosts)) * step.answer_tokens
     return {"prefill": prefill / (peak * hosts), "decode": decode_steps * max(reading, computing)}
-
-
-def forward_flops(run: RunShapes, tokens: Number, context: Number, head_tokens: Number) -> float:
-    """Return the FLOPs of the matrix products of a forward pass, on all chips together.
-
-    `2 · P · tokens + 4 · layers · heads · head size · tokens · context + 2 · H · head_tokens`, where P are the
-    parameters of the linear layers, of a mixture those of the experts that a token uses, and H those of the head.
-    `context` is the mean number of positions that a token attends to; `head_tokens` have their logits computed.
-    """
-    policy, config = cast(Any, run.policy), cast(Any, run.config.model)
-    mixture = cast(Any, mixture_shape(config))
-
-    def is_product(node: Any) -> bool:
-        return isinstance(node, hnn.Linear | hnn.MoELinear)
-
-    linear = 0.0
-    for node in filter(is_product, jax.tree.leaves(policy.transformer, is_leaf=is_product)):
-        used = mixture.per_token / mixture.experts if isinstance(node, hnn.MoELinear) else 1
-        linear += used * math.prod(node.weight.array.shape)
-    head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
-    attention = run.num_layers * config.num_heads * head_size
-    head = math.prod(policy.get_lm_head().array.shape)
-    return 2.0 * linear * tokens + 4.0 * attention * tokens * context + 2.0 * head * head_tokens
 
 
 def decoded_weight_bytes(run: RunShapes) -> int:

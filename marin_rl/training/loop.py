@@ -31,6 +31,7 @@ from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import assemble, policy_of
 from marin_rl.learner.loss import first_log_ratios, loss_metrics
 from marin_rl.learner.train_step import Learner, PendingUpdate
+from marin_rl.models.flops import flops_per_token
 from marin_rl.objectives.importance import mismatch_metrics
 from marin_rl.rollouts.metrics import FailureReports
 from marin_rl.rollouts.run_rollouts import RolloutRunner
@@ -47,7 +48,7 @@ from marin_rl.types import RolloutGroup
 from marin_rl.utils import multihost
 from marin_rl.utils.devices.setup import collect_garbage, collect_rarely
 from marin_rl.utils.host_status import StopRequestedError, raise_if
-from marin_rl.utils.levanter_line import flops_per_token, peak_flops
+from marin_rl.utils.levanter_line import peak_flops
 from marin_rl.utils.storage import FileDigest, StoragePath, writing
 from marin_rl.utils.timing import PhaseTimer, compile_clock
 
@@ -369,9 +370,6 @@ def model_flops_utilization(
     peak = peak_flops(jax.devices()[0])
     if peak is None or not updates:
         return {}
-    # The model's own length is the longest that it supports.
     per_token = flops_per_token(model, vocab_size, updates[0].layout.row_length)
-    if per_token is None:
-        return {}
     tokens = sum(packed.num_tokens for packed in updates)
     return {"mfu": 3 * per_token * tokens / (step_seconds * peak * jax.device_count())}

@@ -10,7 +10,6 @@ Both install packages named `levanter` and `haliax`. Each entry states the reaso
 when Python 3.11 is no longer supported; an entry that ends at another event states it.
 """
 
-import dataclasses
 import importlib
 import importlib.metadata
 from collections.abc import Mapping
@@ -203,13 +202,6 @@ def shard(tree: T, mapping: Mapping[str, Any] | None = None) -> T:
 
 
 # Devices.
-
-
-def flops_per_token(model: Any, vocab_size: int, positions: int) -> float | None:
-    """Floating-point operations of a forward pass per token, in sequences of this length."""
-    if IS_NEW:
-        return model.flops_per_token(vocab_size, positions)
-    return dataclasses.replace(model, seq_len=positions).flops_per_token(vocab_size)
 
 
 def peak_flops(device: Any) -> float | None:

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from marin_rl.batching.packing import GroupRow, RowLayout
+from marin_rl.models.flops import flops_per_token, forward_flops
 from marin_rl.pods.chips import Chip
 from marin_rl.pods.least_time import (
     StepSize,
     decoded_weight_bytes,
-    forward_flops,
     sampler_seconds,
     trainer_seconds,
 )
@@ -40,7 +40,7 @@ def opened(*overrides: str) -> RunShapes:
 
 
 def test_flops_of_a_forward_pass_by_hand(run: RunShapes):
-    assert forward_flops(run, 10, 5, 3) == 2 * LINEAR * 10 + 4 * ATTENTION * 10 * 5 + 2 * HEAD * 3
+    assert forward_flops(run.policy, 10, 5, 3) == 2 * LINEAR * 10 + 4 * ATTENTION * 10 * 5 + 2 * HEAD * 3
 
 
 def test_flops_of_a_forward_pass_agree_with_those_that_xla_counts(run: RunShapes):
@@ -49,7 +49,7 @@ def test_flops_of_a_forward_pass_agree_with_those_that_xla_counts(run: RunShapes
     counted = lower_score(one).compile().cost_analysis()["flops"]
     tokens = run.layout.rows_per_microbatch * run.layout.row_length
     # `vanilla` attention computes all pairs of positions.
-    assert forward_flops(one, tokens, run.layout.row_length, tokens) == pytest.approx(counted, rel=0.15)
+    assert forward_flops(one.policy, tokens, run.layout.row_length, tokens) == pytest.approx(counted, rel=0.15)
 
 
 def test_mixture_counts_the_experts_of_a_token():
@@ -57,7 +57,7 @@ def test_mixture_counts_the_experts_of_a_token():
         num_kv_heads: 2, n_routed_experts: 4, num_experts_per_tok: 2, gradient_checkpointing: false}"""
     router = 32 * 4
     linear = 32 * (32 + 16 + 16 + 32) + router + 2 * 3 * 32 * 64
-    assert forward_flops(opened("--model", model), 1, 0, 0) == 2 * linear
+    assert forward_flops(opened("--model", model).policy, 1, 0, 0) == 2 * linear
 
 
 @pytest.mark.parametrize("name", mixtures())
@@ -68,8 +68,8 @@ def test_flops_of_a_mixture_count_its_dense_layers_and_its_head_size(name: str, 
     run = opened("--model", json.dumps({"type": name, **encode(config), "gradient_checkpointing": False}))
     mlps = (3 - len(dense)) * (32 * 8 + 2 * 3 * 32 * 16) + len(dense) * 3 * 32 * 48
     linear, attention = 3 * 32 * (64 + 32 + 32 + 64) + mlps, 3 * 4 * 16
-    assert forward_flops(run, 1, 5, 1) == 2 * linear + 4 * attention * 5 + 2 * HEAD
-    assert config.flops_per_token(128, 5) == forward_flops(run, 1, 5, 1)
+    assert forward_flops(run.policy, 1, 5, 1) == 2 * linear + 4 * attention * 5 + 2 * HEAD
+    assert flops_per_token(config, 128, 5) == forward_flops(run.policy, 1, 5, 1)
     assert run.has_dense_layers == bool(dense)
 
 
