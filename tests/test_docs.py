@@ -52,7 +52,7 @@ from marin_rl.utils.settings.yaml_text import parse_yaml
 from tests.config_classes import config_classes
 from tests.distributed.thread_workers import thread_workers
 from tests.needs_iris import NEEDS_IRIS
-from tests.tiny_run import TinyRun, make_run
+from tests.tiny_run import MIXTURE, TinyRun, make_run
 from tests.training.test_preference_run import make_run as make_dpo_run
 from tests.training.test_preference_run import train as train_dpo
 from tests.training.test_supervised_run import make as make_sft_run
@@ -520,13 +520,17 @@ def all_records(
     lessons: list[dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
-    """Records of these runs, of a plain one, of an asynchronous one, and of ones on data."""
+    """Records of these runs, of a plain one, of an asynchronous one, of ones on data, and of a mixture of experts."""
     ahead = records(finished_run, tmp_path_factory.mktemp("ahead"), mode="async")
     supervised = make_sft_run(tmp_path_factory.mktemp("supervised"), num_steps=2)
     assert supervised.train() == 0
     preferred = make_dpo_run(tmp_path_factory.mktemp("preferred"), num_steps=2)
     assert train_dpo(preferred) == 0
-    return [*finished_run.records(), *everything, *lessons, *ahead, *supervised.records(), *preferred.records()]
+    short = {"num_steps": 1, "warm_start__max_steps": 0, "evaluation": {"tasks": 2, "greedy": False, "every": 0}}
+    mixture = make_run(tmp_path_factory.mktemp("mixture"), **MIXTURE, **short)
+    assert mixture.train() == 0
+    runs = (finished_run, supervised, preferred, mixture)
+    return [*everything, *lessons, *ahead, *(record for run in runs for record in run.records())]
 
 
 NOT_ON_A_CPU = {"mfu"}

@@ -10,6 +10,7 @@ that survive the conversion but have no effect in levanter's model are rejected 
 
 import copy
 import dataclasses
+import importlib
 from typing import Any, cast
 
 from levanter.compat.hf_checkpoints import HFCompatConfig
@@ -20,16 +21,16 @@ from transformers import PretrainedConfig
 
 # Registers the architectures.
 import marin_rl.models.olmo3
-import marin_rl.models.qwen2
+import marin_rl.models.qwen2  # noqa: F401
 from marin_rl.models.attention_windows import Windows, layer_windows
 from marin_rl.models.hf_config import ACTIVATIONS, INVALID_CONFIG, PolicyModelError, declared_settings, first_line
 from marin_rl.models.hf_rope import canonical_scaling, rope_settings
 from marin_rl.models.model_settings import model_problems, rope_problems, window_problem
 from marin_rl.models.rotary import LinearRotaryConfig, YarnRotaryConfig
-from marin_rl.utils.levanter_line import IS_NEW
+from marin_rl.utils.levanter_line import ONLY_NEW, architectures
 
-if IS_NEW:
-    import marin_rl.models.qwen3_moe  # noqa: F401
+for _name in architectures(ONLY_NEW):
+    importlib.import_module(f"marin_rl.models.{_name}")
 
 
 def levanter_config(hf_config: PretrainedConfig, checkpoint: str) -> LmConfig:

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from marin_rl.utils.levanter_line import IS_NEW, ONLY_NEW, field_of_key
+from marin_rl.utils.levanter_line import architectures, field_of_key
 
 _TYPES = ("gemma", "gemma2", "gpt2", "llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe")
-MODEL_TYPES = tuple(name for name in _TYPES if IS_NEW or name not in ONLY_NEW)
+MODEL_TYPES = architectures(_TYPES)
 """Supported architectures: values of `model_type` in a `config.json`, and of `model.type` in a run's config."""
 SIZES = (
     *("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"),

@@ -78,8 +78,8 @@ class Qwen3MoeConfig(LevanterConfig):
         """Build the configuration from a Hugging Face config."""
         # Levanter's refuses dense layers.
         plain: Any = type(hf_config).from_dict({**hf_config.to_dict(), "decoder_sparse_step": 1, "mlp_only_layers": []})
-        levanter = LevanterConfig.from_hf_config(plain)
-        fields = {field.name: getattr(levanter, field.name) for field in dataclasses.fields(levanter)}
+        base = LevanterConfig.from_hf_config(plain)
+        fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
         dense: Any = {
             "decoder_sparse_step": hf_config.decoder_sparse_step,
             "mlp_only_layers": tuple(hf_config.mlp_only_layers),

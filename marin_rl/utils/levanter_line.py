@@ -12,7 +12,7 @@ when Python 3.11 is no longer supported; an entry that ends at another event sta
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -92,6 +92,11 @@ def line_problem(model_type: object) -> str | None:
     if IS_NEW or model_type not in ONLY_NEW:
         return None
     return f"{model_type} needs levanter's current line, {DISTRIBUTIONS[0]}, on Python 3.12 or later"
+
+
+def architectures(names: Sequence[str]) -> tuple[str, ...]:
+    """Architectures, of some, that the installed line has."""
+    return tuple(name for name in names if line_problem(name) is None)
 
 
 def mixture_blocks() -> tuple[type, ...]:

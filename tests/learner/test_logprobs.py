@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis, NamedArray
+from haliax import Axis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levanter.layers.attention import AttentionBackend
@@ -526,36 +526,3 @@ def test_levanters_loss_uses_the_same_tokens() -> None:
     np.testing.assert_allclose(theirs[mask], ours[mask], atol=1e-5)
     assert not theirs[~mask].any()
     assert (ours[mask] > 0).all()
-
-
-class WithBalancingLoss(LmHeadModel[LlamaConfig]):
-    """The interface of levanter's mixture-of-experts models."""
-
-    inner: LmHeadModel
-
-    @property
-    def config(self) -> LlamaConfig:
-        return LLAMA
-
-    @property
-    def Vocab(self) -> Axis:
-        return MODEL_VOCAB
-
-    @classmethod
-    def init(cls, Vocab, config, *, key):
-        raise NotImplementedError
-
-    def activations(self, input_ids, attn_mask=None, *, key=None, pos_ids=None):
-        return self.inner.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids), jnp.ones(())
-
-    def get_lm_head(self) -> NamedArray:
-        return self.inner.get_lm_head()
-
-    def resize_vocab(self, new_size, key=None):
-        raise NotImplementedError
-
-
-@pytest.mark.medium
-def test_balancing_loss_is_ignored() -> None:
-    model, batch = make_model(LLAMA), make_batch([[pair] for pair in random_sequences(14, 9)])
-    np.testing.assert_array_equal(scored(WithBalancingLoss(model), batch)[0], scored(model, batch)[0])
