@@ -526,7 +526,7 @@ def all_records(
     assert supervised.train() == 0
     preferred = make_dpo_run(tmp_path_factory.mktemp("preferred"), num_steps=2)
     assert train_dpo(preferred) == 0
-    short = {"num_steps": 1, "warm_start__max_steps": 0, "evaluation": {"tasks": 2, "greedy": False, "every": 0}}
+    short = {"num_steps": 2, "evaluation": {"tasks": 2, "greedy": False, "every": 0}}
     mixture = make_run(tmp_path_factory.mktemp("mixture"), **MIXTURE, **short)
     assert mixture.train() == 0
     runs = (finished_run, supervised, preferred, mixture)
