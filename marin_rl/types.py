@@ -173,6 +173,14 @@ EXPERT_DTYPES = ("uint8", "uint16")
 """Types of the arrays of chosen experts."""
 
 
+def no_expert(dtype: "np.dtype") -> int:
+    """Return the number that marks "no recorded choice" in an array of experts: the largest of its type.
+
+    The learner then routes the token itself.
+    """
+    return 256**dtype.itemsize - 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """The tokens that the sampler produced in one call, with their log-probabilities."""

@@ -25,8 +25,9 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
-from marin_rl.batching.rollout_batch import RolloutBatch, no_expert
+from marin_rl.batching.rollout_batch import RolloutBatch
 from marin_rl.objectives.aggregation import AggregationConfig
+from marin_rl.types import no_expert
 from marin_rl.utils.levanter_line import lm_example
 
 OwnRows = Callable[[int], Int64[np.ndarray, " own"]]

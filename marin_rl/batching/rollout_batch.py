@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped, UInt
 
 from marin_rl.objectives.advantage_inputs import split
-from marin_rl.types import EXPERT_DTYPES, Rollout
+from marin_rl.types import EXPERT_DTYPES, Rollout, no_expert
 
 NO_TURN = -1
 """Turn id of tokens that were not sampled."""
@@ -30,14 +30,6 @@ TOKEN_ARRAYS = {
 """The arrays of a `RolloutBatch` over tokens, and their types."""
 Experts = UInt[np.ndarray, "tokens layers experts_per_token"]
 """Experts that the router chose for each token, in each layer with experts; uint8 or uint16."""
-
-
-def no_expert(dtype: np.dtype) -> int:
-    """Return the number that marks "no recorded choice" in an array of experts: the largest of its type.
-
-    The learner then routes the token itself.
-    """
-    return int(np.iinfo(dtype).max)
 
 
 @dataclasses.dataclass(frozen=True)

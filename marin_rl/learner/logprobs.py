@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.rl_example import RlExample, TokenRows, to_predictors, to_tokens
-from marin_rl.batching.rollout_batch import no_expert
 from marin_rl.learner.attention_layers import context_shards, with_attention_kernel
 from marin_rl.learner.blocks import (
     Block,
@@ -38,6 +37,7 @@ from marin_rl.learner.blocks import (
     split_tokens,
 )
 from marin_rl.models.mixture import Routing, mixture_shape, routed_activations, with_routing
+from marin_rl.types import no_expert
 
 LOGPROB_BLOCK_SIZE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens on each device whose logits are in memory at once, by platform, if the config does not set their number."""

@@ -23,8 +23,9 @@ from haliax.util import ensure_tuple
 from jaxtyping import Array, Bool, Float, Float32, Int
 from levanter.models.llama import LlamaMlp
 from levanter.models.lm_model import LmConfig, LmHeadModel
-from levanter.models.mixtral import MixtralConfig, MixtralSparseMoeBlock
+from levanter.models.mixtral import MixtralSparseMoeBlock, MixtralTransformer
 
+from marin_rl.types import no_expert
 from marin_rl.utils.devices.sharding import on_each_shard, sharding_of
 from marin_rl.utils.levanter_line import mixture_blocks
 
@@ -53,8 +54,9 @@ class MixtureShape(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of recorded choices, whose largest value stands for none."""
-        return np.dtype(np.uint8 if self.experts <= np.iinfo(np.uint8).max else np.uint16)
+        """Type of recorded choices, in which `no_expert` is not the number of an expert."""
+        small = np.dtype(np.uint8)
+        return small if self.experts <= no_expert(small) else np.dtype(np.uint16)
 
 
 def mixture_shape(model: LmConfig) -> MixtureShape | None:
@@ -193,7 +195,7 @@ def choose(
     own = jax.lax.top_k(jax.lax.stop_gradient(logits), shape.per_token)[1]
     experts, differs = own, jnp.zeros(own.shape[:-1], bool)
     if given is not None:
-        experts = jnp.where(given == jnp.iinfo(given.dtype).max, own, given.astype(own.dtype))
+        experts = jnp.where(given == no_expert(given.dtype), own, given.astype(own.dtype))
         differs = (jnp.sort(experts, axis=-1) != jnp.sort(own, axis=-1)).any(axis=-1)
     of_chosen = jnp.take_along_axis(logits, experts, axis=-1)
     if shape.normalizes:
@@ -333,7 +335,7 @@ def routed_activations(
     transformer = cast(Any, model).transformer
     x = cast(Any, model).embeddings.embed(input_ids)
     # Mixtral's layers take no positions; rotary embeddings are relative.
-    positions = {} if isinstance(model.config, MixtralConfig) else {"pos_ids": position_ids}
+    positions = {} if isinstance(transformer, MixtralTransformer) else {"pos_ids": position_ids}
     layers = transformer.layers
     if isinstance(layers, BlockSeq):
         extras: list[Any] = []
