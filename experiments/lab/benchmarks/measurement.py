@@ -163,6 +163,17 @@ def make_report(name: str, arguments: Sequence[str], settings: Mapping[str, Any]
     return json.dumps(report, indent=2, allow_nan=False)
 
 
+def shown(value: float | None) -> str:
+    """Format a number with 4 significant digits, or thousands separators.
+
+    >>> shown(0.012345), shown(12345678), shown(None)
+    ('0.01235', '12,345,678', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def say(message: str) -> None:
     """Print progress to standard error; standard output contains only the JSON report."""
     print(message, file=sys.stderr, flush=True)

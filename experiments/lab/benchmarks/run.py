@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.lab.benchmarks.measurement import say
+from experiments.lab.benchmarks.measurement import say, shown
 from marin_rl.runs.run_directory import check_output
 
 ROOT = Path(__file__).parents[3]
@@ -126,20 +126,9 @@ def table(report: Mapping[str, Any]) -> str:
             "|---|---|---|---|",
         ]
         for row in rows(benchmark["figures"]):
-            lines.append(f"| `{row.name}` | {_shown(row.median)} | {_shown(row.smallest)} | {_shown(row.largest)} |")
+            lines.append(f"| `{row.name}` | {shown(row.median)} | {shown(row.smallest)} | {shown(row.largest)} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _shown(value: float | None) -> str:
-    """Format a number with 4 significant digits, or thousands separators.
-
-    >>> _shown(0.012345), _shown(12345678), _shown(None)
-    ('0.01235', '12,345,678', '')
-    """
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
