@@ -39,7 +39,7 @@ SHORTEST_FLASH_BLOCK = 512
 SPLASH_BLOCK = 512
 """Positions in a block of `splash` if the model does not set `flash_attention_block_size`."""
 LARGEST_TILE = 64
-"""Most positions in a tile of `pallas`; rows are multiples of it."""
+"""Rows of `pallas` are multiples of this number of positions, which is that of a tile, or half of it."""
 
 
 class GpuBackend(enum.Enum):

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jaxtyping import Array, Bool, Float, Int
 
-from marin_rl.batching.attention_kernel import LARGEST_TILE, splash_block
+from marin_rl.batching.attention_kernel import LANES, LARGEST_TILE, splash_block
 
 Attend = Callable[..., Array]
 """Attention of the last positions of each row: a function of queries `[row, query, kv_head, group, head_size]`, of
@@ -32,9 +32,9 @@ which `group` share keys and values, keys (after rotary embedding) and values `[
 and segment ids `[row, position]`, which returns an array like the queries."""
 
 TILE_BYTES = 2**14
-"""Largest size of a tile of queries, keys or values. Compiled for an H100 and for an L4, which has 99 KiB of shared
-memory, the kernel does not spill registers; with larger tiles it spills on at least one of them. Not tuned on
-a GPU."""
+"""Largest size of a tile of queries, keys or values, but for those of `has_wgmma`. Compiled for an H100 and for an L4,
+which has 99 KiB of shared memory, the kernel does not spill registers; with larger tiles it spills on at least one of
+them. Not tuned on a GPU."""
 SMALLEST_TILE = 16
 """Fewest positions in a tile, which tensor cores require."""
 QUERY_BLOCK = 256
@@ -138,23 +138,48 @@ def pallas_attention(
         query = jnp.pad(query, ((0, 0), (others, 0), (0, 0), (0, 0), (0, 0)))
     flat = (batch, positions, kv_heads * query.shape[3], size)
     repeated = (jnp.broadcast_to(array[:, :, :, None], query.shape).reshape(flat) for array in (keys, values))
-    tile = tile_size(size, query.dtype)
-    # The backward pass has twice as many tiles at a time.
-    half = max(tile // 2, SMALLEST_TILE)
+    sizes, warps = tiles(positions, size, query.dtype, wgmma=has_wgmma())
     attended = mha(
         query.reshape(flat),
         *repeated,
         segments,
         sm_scale=scale,
         causal=True,
-        block_sizes=BlockSizes(tile, tile, half, half, half, half),
+        block_sizes=sizes,
+        num_warps=warps,
         interpret=interpret,
     )
     return attended.reshape(query.shape)[:, others:]
 
 
+def has_wgmma() -> bool:
+    """Whether the device multiplies tiles of at least 64 rows asynchronously, as GPUs of the generation of an H100."""
+    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+
+
+def tiles(positions: int, head_size: int, dtype: jnp.dtype, *, wgmma: bool) -> tuple[BlockSizes, int | None]:
+    """Return the positions in the tiles of `pallas_attention`, and its warps; None for the kernel's own number.
+
+    With `wgmma`, in 16 bits and for heads of at most 128, tiles have the 64 rows that those products take, or twice as
+    many: compiled for an H100, both passes use them and spill no register. Smaller tiles of the backward pass would use
+    the products of older GPUs. With heads of 256 such tiles spill.
+
+    >>> tiles(4096, 128, jnp.dtype("bfloat16"), wgmma=True)
+    (BlockSizes(block_q=128, block_k=64, block_q_dkv=128, block_kv_dkv=64, block_q_dq=64, block_kv_dq=128), 8)
+    >>> tiles(4096, 128, jnp.dtype("bfloat16"), wgmma=False)
+    (BlockSizes(block_q=64, block_k=64, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32), None)
+    """
+    if wgmma and dtype.itemsize == 2 and head_size <= LANES:
+        most = math.gcd(positions, 2 * LARGEST_TILE)
+        return BlockSizes(most, LARGEST_TILE, most, LARGEST_TILE, LARGEST_TILE, most), 8
+    tile = tile_size(head_size, dtype)
+    # The backward pass has twice as many tiles at a time.
+    half = max(tile // 2, SMALLEST_TILE)
+    return BlockSizes(tile, tile, half, half, half, half), None
+
+
 def tile_size(head_size: int, dtype: jnp.dtype) -> int:
-    """Return the number of positions in a tile of the forward pass of `pallas_attention`.
+    """Return the number of positions in a tile of the forward pass of `pallas_attention`, without `wgmma`.
 
     >>> [tile_size(size, jnp.dtype("bfloat16")) for size in (64, 128, 256)]
     [64, 64, 32]

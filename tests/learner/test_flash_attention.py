@@ -13,21 +13,25 @@ from marin_rl.learner.flash_attention import pallas_attention
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("name", "heads", "group", "size", "dtype", "error"),
+    ("name", "heads", "group", "size", "dtype", "error", "wgmma"),
     [
-        ("packed rows", 2, 2, 64, "float32", 1e-6),
-        ("packed rows", 1, 4, 128, "float32", 1e-6),
-        ("packed rows", 1, 2, 128, "bfloat16", 1e-2),
-        ("capped scores", 2, 2, 64, "float32", 1e-6),
-        ("capped scores", 1, 2, 128, "bfloat16", 1e-2),
-        ("shared prompts", 2, 2, 64, "float32", 1e-6),
+        ("packed rows", 2, 2, 64, "float32", 1e-6, False),
+        ("packed rows", 1, 4, 128, "float32", 1e-6, False),
+        ("packed rows", 1, 2, 128, "bfloat16", 1e-2, False),
+        ("packed rows", 1, 2, 128, "bfloat16", 1e-2, True),
+        ("packed rows", 1, 2, 64, "float16", 1e-3, True),
+        ("shared prompts", 1, 2, 64, "float16", 1e-3, True),
+        ("capped scores", 2, 2, 64, "float32", 1e-6, False),
+        ("capped scores", 1, 2, 128, "bfloat16", 1e-2, False),
+        ("shared prompts", 2, 2, 64, "float32", 1e-6, False),
     ],
 )
 def test_value_and_gradient_equal_those_in_float64(
-    name: str, heads: int, group: int, size: int, dtype: str, error: float, monkeypatch: pytest.MonkeyPatch
+    name: str, heads: int, group: int, size: int, dtype: str, error: float, wgmma: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """A row of two segments, of which one crosses a tile, and of padding; and a row that is one segment."""
     monkeypatch.setattr(gpu_kernels, "REPEATS", 0)
+    monkeypatch.setattr(flash_attention, "has_wgmma", lambda: wgmma)
     # Several blocks of a row.
     monkeypatch.setattr(flash_attention, "QUERY_BLOCK", 128)
     errors, _ = gpu_kernels.kernel_errors(name, 256, heads, group, size, dtype)
