@@ -35,7 +35,6 @@ from marin_rl.sampling.attention import Tokens
 from marin_rl.sampling.cached_model import CachedModel, ModelArrays, with_cache
 from marin_rl.sampling.config import LevanterSamplerConfig
 from marin_rl.sampling.decoding import SamplerPrograms, Slots, compile_programs, conversion_program
-from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sizes import SamplerSizes, check_cache_size, sampler_sizes
 from marin_rl.sampling.stops import StopTable
 from marin_rl.sessions.recipes import as_rl, recipe_of
@@ -156,7 +155,7 @@ class RunShapes:
         """
         model = cast(LmConfig, self.policy.config)
         check_cache_size(model, self.sizes, self.rl.sampling)
-        return compile_programs(self.trainer, model, self.sizes, steps=DECODE_STEPS)
+        return compile_programs(self.trainer, model, self.sizes)
 
     @functools.cached_property
     def converted(self) -> CachedModel:

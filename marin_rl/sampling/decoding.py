@@ -223,16 +223,13 @@ def recorded_experts(cache: Cache, slot: Int[Array, ""]) -> UInt[Array, "context
     return cache[-1][0][slot]
 
 
-def compile_programs(
-    trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes, *, steps: int
-) -> SamplerPrograms:
+def compile_programs(trainer: TrainerConfig | None, model: LmConfig, sizes: SamplerSizes) -> SamplerPrograms:
     """Return the programs; each is compiled at its first call, once per process for equal arguments.
 
-    Without `trainer`, programs use one device and the model's precision. `steps` is the maximum number of tokens per
-    slot in one call of `decode`.
+    Without `trainer`, programs use one device and the model's precision.
     """
     axes, mixture = sizes.cache_axes(model), mixture_shape(model)
-    dtypes = sizes.dtype, None if mixture is None else mixture.dtype
+    dtypes, steps = (sizes.dtype, None if mixture is None else mixture.dtype), sizes.decode_steps
     if trainer is None:
         return _programs(None, None, (), None, axes, sizes.form, sizes.context, dtypes, steps)
     learners = (BATCH, POSITION)

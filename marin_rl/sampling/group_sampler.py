@@ -42,8 +42,6 @@ from marin_rl.sampling.stops import stop_table
 from marin_rl.types import Generation, WeightVersion
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 
-DECODE_STEPS = 16
-"""Tokens of each sequence in one call of `decode`."""
 REFILL_FRACTION = 16
 """A call of `decode` ends when one in this number of slots can be refilled."""
 
@@ -99,7 +97,8 @@ class GroupSampler(Sampler):
             trainer: mesh, axis mapping and compute precision; None uses one device and `model`'s precision. If its mesh
                 spans several processes, each has a sampler on its own devices.
             call_seconds: time after which `advance` returns, about: between two decode steps, after at most
-                `DECODE_STEPS`. New requests wait that long for a free slot, and parts of a stream for the next one.
+                `sizes.DECODE_STEPS`. New requests wait that long for a free slot, and parts of a stream for the next
+                one.
             experts: whether generations have the chosen experts of a mixture.
 
         Raises:
@@ -115,9 +114,10 @@ class GroupSampler(Sampler):
         self._version = version
         self._sizes = sampler_sizes(config, max_context, trainer, experts=experts)
         check_cache_size(model.config, self._sizes, config)
-        self._steps = DECODE_STEPS if weight_poll is None else min(weight_poll.decode_steps, DECODE_STEPS)
+        most = self._sizes.decode_steps
+        self._steps = most if weight_poll is None else min(weight_poll.decode_steps, most)
         # The same program for any number of steps, because XLA rounds a loop of one step differently.
-        self._programs = compile_programs(trainer, model.config, self._sizes, steps=DECODE_STEPS)
+        self._programs = compile_programs(trainer, model.config, self._sizes)
         self._call_seconds = call_seconds
         self._step_seconds = 0.0
         """Time of a decode step in the last call."""

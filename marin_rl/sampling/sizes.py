@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 AXES = (ResourceAxis.REPLICA, ResourceAxis.DATA, ResourceAxis.MODEL)
 HOST = "host"
+DECODE_STEPS = {"cpu": 16, "gpu": 64, "tpu": 64}
+"""Most tokens of each sequence in one call of `decode`, by platform. Between two calls an accelerator waits one or two
+milliseconds for the host, in which it could sample a token."""
 
 
 class PrefillShape(NamedTuple):
@@ -106,6 +109,8 @@ class SamplerSizes(NamedTuple):
     """Type of the cache."""
     prefill: PrefillShapes
     """Shapes of calls of `prefill` on each data shard."""
+    decode_steps: int
+    """Most tokens of each sequence in one call of `decode`."""
     experts: bool = False
     """Whether the chosen experts of every token are recorded."""
 
@@ -138,6 +143,7 @@ def sampler_sizes(
         attention_form(device.platform, device.device_kind),
         jnp.dtype(config.cache_dtype(device.platform)),
         prefill_shapes(device.platform, shard_slots, max_context, config.max_new_tokens),
+        DECODE_STEPS[device.platform],
         experts,
     )
 

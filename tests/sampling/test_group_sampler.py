@@ -20,9 +20,9 @@ from levanter.models.lm_model import LmHeadModel
 
 from experiments.lab.benchmarks.measurement import counted_compiles
 from marin_rl.sampling.config import SamplingConfig
-from marin_rl.sampling.group_sampler import DECODE_STEPS, GroupSampler
+from marin_rl.sampling.group_sampler import GroupSampler
 from marin_rl.sampling.sampler import PromptTooLongError, SampleRequest, SamplerError, WeightPoll
-from marin_rl.sampling.sizes import prefill_shapes, sampler_sizes
+from marin_rl.sampling.sizes import DECODE_STEPS, prefill_shapes, sampler_sizes
 from marin_rl.types import Generation, StopReason
 from marin_rl.utils.levanter_line import seq_len
 from tests import fork_server
@@ -300,7 +300,7 @@ def piece_of(token: int) -> bytes:
 TEXTS = ("</a>", "\n\n", "\u20ac\u20ac", "abab")
 
 
-@pytest.mark.parametrize("steps", [1, 5, DECODE_STEPS])
+@pytest.mark.parametrize("steps", [1, 5, DECODE_STEPS["cpu"]])
 def test_the_first_token_that_completes_a_stop_text_ends_a_generation(model: LmHeadModel, steps: int):
     requests = make_requests([1, 4, 9, 17, 20, 25] * 8, temperature=5.0)
     free = make_sampler(model).sample(requests)

@@ -27,7 +27,6 @@ from marin_rl.parts.rl import RunParts
 from marin_rl.rollouts.group_codec import decode_group, encode_group
 from marin_rl.runs.rollout_store import RolloutStore, RolloutStoreConfig, as_parquet
 from marin_rl.runs.stored_rollout import as_table
-from marin_rl.sampling.group_sampler import DECODE_STEPS
 from marin_rl.sampling.sampler import SampleRequest
 from marin_rl.sampling.slots import AcceptedRequest, SlotTable
 from marin_rl.sampling.stops import ENDED
@@ -40,6 +39,8 @@ VOCABULARY = 32_000
 CHARACTERS_PER_TOKEN = 4
 SLOTS = 256
 """Sequences that the sampler decodes together."""
+STEPS = 16
+"""Tokens of each sequence in one call of `decode`."""
 
 
 class SampledStep:
@@ -81,7 +82,7 @@ class SampledStep:
         return [self._group(number, tuple(prompt), replies) for number, prompt in enumerate(self.prompts.tolist())]
 
     def _generations(self) -> Iterator[Generation]:
-        """Yield what the sampler makes of the output of `decode`, in calls of `DECODE_STEPS` tokens for each slot."""
+        """Yield what the sampler makes of the output of `decode`, in calls of `STEPS` tokens for each slot."""
         prompts = [tuple(prompt) for prompt in self.prompts.tolist() for _ in range(self.members)]
         count, length = self.tokens.shape
         for first in range(0, count, SLOTS):
@@ -89,9 +90,9 @@ class SampledStep:
             table = SlotTable(len(rows), length)
             for slot, row in enumerate(rows):
                 table.assign(slot, AcceptedRequest(row, SampleRequest(prompts[row], row, length), length))
-            for step in range(0, length, DECODE_STEPS):
-                steps = slice(step, step + DECODE_STEPS)
-                table.decode_inputs(DECODE_STEPS)
+            for step in range(0, length, STEPS):
+                steps = slice(step, step + STEPS)
+                table.decode_inputs(STEPS)
                 table.add(
                     self.tokens[rows.start : rows.stop, steps].T, self.logprobs[rows.start : rows.stop, steps].T, 3
                 )
