@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collect the wheels that `first_gpu_run` needs on a machine without an index, given what is installed there.
+"""Collect the wheels that `gpu` needs on a machine without an index, given what is installed there.
 
     python -m pip list --format=freeze > installed.txt                   # on that machine
     python -m experiments.lab.benchmarks.collect_wheels installed.txt wheels   # here, with the same version of Python
 
-The packages are those that the parts of `first_gpu_run` import, at tiny sizes on this machine's CPU, in the versions
+The packages are those that the parts of `gpu` import, at tiny sizes on this machine's CPU, in the versions
 that are installed here. So dependencies that nothing imports stay out, and so do those of `OPTIONAL`, without which the
 parts run. A package
 that the machine has keeps its version; if it is outside the range that one of the wheels declares, the script prints
@@ -27,7 +27,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from experiments.lab.benchmarks.first_gpu_run import ROOT
+from experiments.lab.benchmarks.gpu import ROOT
 
 LIMIT_MB = 60
 TRACED = ("device", "packed rows, float32", "log-probs qwen3, float32", "gradient qwen3, float32", "rloo.yaml")
@@ -155,7 +155,9 @@ def strip(wheel: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Collect the wheels and print them; return 1 if they exceed the limit, otherwise 0."""
-    parser = argparse.ArgumentParser(description="Collect wheels for first_gpu_run", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Collect wheels for experiments.lab.benchmarks.gpu", allow_abbrev=False
+    )
     parser.add_argument("installed", type=Path, help="output of `pip list --format=freeze` on the machine")
     parser.add_argument("folder", type=Path, help="new folder for the wheels")
     parser.add_argument("--replace", nargs="*", default=[], metavar="NAME", help="installed packages to carry as well")
@@ -168,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{arguments.installed} has no line name==version; write it with pip list --format=freeze")
     with tempfile.TemporaryDirectory() as folder:
         files = ["--work", f"{folder}/work", "--output", f"{folder}/report.json"]
-        run = [sys.executable, "-m", "experiments.lab.benchmarks.first_gpu_run", "--tiny", *files, *TRACED]
+        run = [sys.executable, "-m", "experiments.lab.benchmarks.gpu", "--tiny", *files, *TRACED]
         modules = recorded_imports(run, Path(folder))
     contents = {name: [str(path) for path in one.files or ()] for name, one in here.items()}
     replaced = set(map(canonicalize_name, arguments.replace))

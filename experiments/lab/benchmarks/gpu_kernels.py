@@ -3,10 +3,12 @@
 
 """Errors and times of the attention kernels for GPUs, for `gpu_parts`."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from levanter.layers.attention import AttentionConfig
 from experiments.lab.benchmarks.measurement import timed
 from marin_rl.batching.attention_kernel import GpuBackend
 from marin_rl.batching.packing import GroupRow
+from marin_rl.learner import flash_attention
 from marin_rl.learner.attention_layers import kernel_of
 from marin_rl.learner.flash_attention import block_attention, pallas_attention
 from marin_rl.sampling.attention import PADDING, BlockAttention, Tokens
@@ -56,7 +59,7 @@ def kernel_errors(
     """Compare a kernel with plain attention in float64: output, and gradients where there are any.
 
     Args:
-        name: one of `first_gpu_run.KERNELS`.
+        name: one of `gpu.KERNELS`.
         positions: keys of each sequence.
         heads: heads of keys.
         group: heads of queries for each of them.
@@ -84,6 +87,40 @@ def kernel_errors(
     both = zip(("output", "query", "keys", "values"), found, expected, strict=False)
     errors = {name: float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)) for name, ours, theirs in both}
     return errors, seconds
+
+
+def attention_rates(positions: int) -> dict[str, float | None]:
+    """Return the TFLOP/s of attention and its gradient in bfloat16, of two rows of one segment and 16 heads of 128.
+
+    Counted are the two products of the forward pass and the five of the backward pass, each over half of the pairs.
+    cuDNN's attention has no segments, so it is a bound and not a choice; None if it fails.
+    """
+    rng = np.random.default_rng(0)
+    query, keys, values, cotangent = (jnp.asarray(rng.normal(size=(2, positions, 16, 128)), "bfloat16") for _ in "qkvc")
+    segments = np.ones((2, positions), np.int32)
+
+    def pallas(*arrays: jax.Array) -> jax.Array:
+        query, keys, values = arrays
+        attend = functools.partial(pallas_attention, scale=SCALE, interpret=jax.devices()[0].platform == "cpu")
+        return _with_segments(attend, segments)(query[:, :, :, None], keys, values)[:, :, :, 0]
+
+    def measure(attend: Callable[..., jax.Array], wgmma: bool | None = None) -> float:
+        patch = mock.patch.object(flash_attention, "has_wgmma", return_value=wgmma) if wgmma is not None else None
+        with patch or contextlib.nullcontext():
+            run = jax.jit(functools.partial(_pull_back, attend, True))
+            inputs = (query, keys, values)
+            seconds = min(timed(lambda: jax.block_until_ready(run(inputs, cotangent))) for _ in range(1 + REPEATS))
+        return 7 * 2 * positions**2 / 2 * 128 * 16 * 2 / seconds / 1e12
+
+    rates: dict[str, float | None] = {f"wgmma {value}": measure(pallas, value) for value in (False, True)}
+    cudnn = functools.partial(jax.nn.dot_product_attention, scale=SCALE, is_causal=True, implementation="cudnn")
+    try:
+        rates["cudnn"] = measure(cudnn)
+    # Not every machine has it.
+    except (RuntimeError, NotImplementedError) as error:
+        print(error)
+        rates["cudnn"] = None
+    return rates
 
 
 def _pull_back(

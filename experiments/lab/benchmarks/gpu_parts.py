@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The parts of `first_gpu_run`: each runs in a process of its own, and returns figures and what is wrong with them.
+"""The parts of `gpu`: each runs in a process of its own, and returns figures and what is wrong with them.
 
 Errors are compared with float64 on the CPU. Their limits are far above rounding (products of float32 arrays are those
 of TF32 on a GPU) and far below the effect of a mistake, such as a wrong mask.
@@ -28,10 +28,11 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from experiments.lab import parity
-from experiments.lab.benchmarks.benchmark_sampling import measure_sampling
+from experiments.lab.benchmarks.benchmark_sampling import measure_sampling, shape_of
+from experiments.lab.benchmarks.benchmark_startup import SHORT_RUN, measure_first_update
 from experiments.lab.benchmarks.benchmark_training_step import pack, random_rollouts
-from experiments.lab.benchmarks.first_gpu_run import ROOT, Settings
-from experiments.lab.benchmarks.gpu_kernels import REPEATS, kernel_errors
+from experiments.lab.benchmarks.gpu import ROOT, Settings
+from experiments.lab.benchmarks.gpu_kernels import REPEATS, attention_rates, kernel_errors
 from experiments.lab.benchmarks.measurement import load_config, timed, without_compilation_cache
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
@@ -49,6 +50,8 @@ GRADIENT_LIMITS = {"cpu": {"float32": 1e-4, "bfloat16": 0.2}, "gpu": {"float32":
 """Largest relative error (norms) of the gradient of one tensor."""
 VOCAB = 151_936
 """Tokens of Qwen3."""
+MEMORY_BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes a second of the memory, by a part of the device's name: NVIDIA's data sheets of the SXM modules."""
 
 
 class Result(NamedTuple):
@@ -124,7 +127,7 @@ def kernel(settings: Settings, name: str, dtype: str) -> Result:
 
     Args:
         settings: settings of all parts.
-        name: one of `first_gpu_run.KERNELS`.
+        name: one of `gpu.KERNELS`.
         dtype: type of the inputs.
     """
     positions, heads, group, sizes = (256, 2, 2, (64,)) if settings.tiny else (2048, 4, 4, (64, 128))
@@ -268,14 +271,15 @@ def qwen3_arguments(settings: Settings, name: str) -> list[str]:
 
     Args:
         settings: settings of all parts.
-        name: `decode N` for N sequences of 128 and 512 tokens, or `update 4k` for rollouts of 512 and 3,584 tokens.
+        name: `decode N` for N sequences of 128 and 512 tokens, `step` for 256, or `update 4k` for rollouts of 512 and
+            3,584 tokens.
     """
     tokenizer = settings.work / "tokenizer"
     save_tokenizer(tokenizer, 512 if settings.tiny else VOCAB)
     names = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     sizes = dict(zip(names, (32, 48, 2, 4, 2, 16) if settings.tiny else (1024, 3072, 28, 16, 8, 128), strict=True))
     prompt, answer = (512, 3584) if name == "update 4k" else (128, 512)
-    sequences = 64 if name == "update 4k" else int(name.split()[1])
+    sequences = {"update 4k": 64, "step": 256}.get(name) or int(name.split()[1])
     if settings.tiny:
         prompt, answer, sequences = prompt // 32, answer // 32, sequences // 8
     return [
@@ -338,9 +342,12 @@ def decode(settings: Settings, sequences: int) -> Result:
     """Sample with random weights of Qwen3-0.6B's shapes."""
     without_compilation_cache()
     config = load_config(qwen3_arguments(settings, f"decode {sequences}"))
-    measured = measure_sampling(config, 2)
+    measured = measure_sampling(config, 3)
+    rate = measured["tokens_per_second"]
     figures = {
-        "tokens_per_second": measured["tokens_per_second"]["median"],
+        "tokens_per_second": rate["median"],
+        "range": [rate["min"], rate["max"]],
+        "memory_share": _memory_share(config, rate["median"]),
         "tokens_per_call": measured["tokens_per_call"]["median"],
         "first_call_seconds": measured["first_call_seconds"],
         "slots_in_use": measured["slots_in_use"],
@@ -348,6 +355,59 @@ def decode(settings: Settings, sequences: int) -> Result:
         "planned_gib": _planned(settings, f"decode {sequences}", ("prefill", "short prefill", "decode"), True),
     }
     return Result(figures)
+
+
+def _memory_share(config: TrainConfig, tokens_per_second: float) -> float | None:
+    """Return the share of the memory's rate at which decoding reads the weights and the tokens in the cache.
+
+    Weights and cache are in bfloat16, and all slots are in use. None if the rate of the device is not known.
+    """
+    kind = jax.devices()[0].device_kind
+    rate = next((rate for name, rate in MEMORY_BANDWIDTH.items() if name in kind), None)
+    if rate is None:
+        return None
+    model, shape, slots = cast(Any, config.model), shape_of(config), config.sampling.max_seqs
+    build = functools.partial(model.build, hax.Axis("vocab", config.tokenizer.build().vocab_size))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter_eval_shape(build, key=jax.random.PRNGKey(0))))
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    cached = slots * per_token * (shape.prompt_tokens + shape.new_tokens / 2)
+    return 2 * (weights + cached) * tokens_per_second / slots / rate
+
+
+def step(settings: Settings) -> Result:
+    """Train with random weights of Qwen3-0.6B's shapes on 256 replies of up to 512 tokens a step; trace the fourth."""
+    run_dir = settings.work / "run-step"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    traced = [f"--trainer.profiler{key}" for key in ("=true", "_start_step=4", "_num_steps=1")]
+    alone = ["--num_steps=7", "--evaluation.every=0", "--evaluation.tasks=8", f"--run_dir={run_dir}"]
+    _command("marin_rl.train", [*qwen3_arguments(settings, "step"), *alone, *traced])
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    # The first one compiles, and tracing makes the fourth one slower.
+    steps = [record for record in records if record.get("step") in (2, 3, 5, 6, 7)]
+    rates = [one["tokens/sampled_per_second"] * one["seconds/sample"] / one["seconds/total"] for one in steps]
+    phases = {key: float(np.median([one[key] for one in steps])) for key in steps[0] if key.startswith("seconds/")}
+    report = settings.work / "step.profile.json"
+    chip = [] if settings.tiny else ["--chip=h100"]
+    _command("experiments.lab.benchmarks.profile_table", [str(run_dir / "profile"), f"--json={report}", *chip])
+    figures = {
+        "tokens_per_second": float(np.median(rates)),
+        "range": [min(rates), max(rates)],
+        "idle_share": json.loads(report.read_text())["step"]["idle_share"],
+        "mfu_of_update": steps[-1].get("mfu"),
+        **phases,
+    }
+    return Result(figures)
+
+
+def start(settings: Settings) -> Result:
+    """Time the start of the command until the first update, without and with compiled programs."""
+    arguments = [*SHORT_RUN, *qwen3_arguments(settings, "step"), "--num_steps=1"]
+    return Result({key: value["median"] for key, value in measure_first_update(arguments, 1).items()})
+
+
+def attention(settings: Settings) -> Result:
+    """Time attention and its gradient: this learner's with and without `has_wgmma`, and cuDNN's without segments."""
+    return Result(attention_rates(256 if settings.tiny else 4096))
 
 
 def update(settings: Settings, *arguments: str) -> Result:
@@ -360,7 +420,9 @@ def update(settings: Settings, *arguments: str) -> Result:
     shape = "prompt=16,completion=112" if settings.tiny else "prompt=512,completion=3584"
     fake = ["--json", "--fake", f"{shape},steps=4", "--trainer.jax_compilation_cache_dir=null"]
     run = [*qwen3_arguments(settings, "update 4k"), "--rollouts.prompts_per_step=1"]
-    if arguments:
+    if not any(argument.startswith("--lora") for argument in arguments):
+        run += arguments
+    else:
         config = load_config(run)
         trainer = start_devices(config.trainer, rows_per_device=config.rollouts.sizes.rows_per_device)
         tokenizer, folder = config.tokenizer.build(), settings.work / "qwen3-base"
@@ -406,7 +468,7 @@ def run(function: str, settings: Settings, arguments: Sequence[Any]) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the part that `first_gpu_run` asks for, and write its row to a file."""
+    """Run the part that `gpu` asks for, and write its row to a file."""
     function, arguments, values, file = sys.argv[1:] if argv is None else argv
     work, tiny, weights = json.loads(values)
     settings = Settings(Path(work), tiny, None if weights is None else Path(weights))

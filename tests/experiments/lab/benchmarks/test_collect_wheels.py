@@ -10,7 +10,7 @@ import pytest
 
 from experiments.lab.benchmarks import collect_wheels
 from experiments.lab.benchmarks.collect_wheels import conflicts, main
-from experiments.lab.benchmarks.first_gpu_run import install
+from experiments.lab.benchmarks.gpu import install
 
 
 def write_distribution(folder: Path, name: str, requires: list[str]) -> importlib.metadata.Distribution:

@@ -1,11 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The first run on a GPU in its CPU form: every part at tiny sizes, and the rows of parts that fail."""
+"""The benchmark of a GPU in its CPU form: parts at tiny sizes, and the rows of parts that fail."""
 
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.lab.benchmarks import first_gpu_run, gpu_kernels, gpu_parts
-from experiments.lab.benchmarks.first_gpu_run import PARTS, Part, Settings, run_parts
+from experiments.lab.benchmarks import gpu, gpu_kernels, gpu_parts
+from experiments.lab.benchmarks.gpu import PARTS, Part, Settings, run_parts
+from experiments.lab.benchmarks.gpu_parts import qwen3_arguments
+from experiments.lab.benchmarks.measurement import load_config
 from marin_rl.learner.flash_attention import block_attention
 from tests import fork_server
 from tests.serving.serving_cases import has_ended, until
@@ -36,7 +39,7 @@ with open(result, "w") as file:
     json.dump({"status": "ok", "figures": {"called": json.loads(arguments)}}, file)
 """
 """A module whose parts crash, exit or hang."""
-KERNEL_PARTS = [Part(f"{name}, float32", 60, "kernel", (name, "float32")) for name in first_gpu_run.KERNELS]
+KERNEL_PARTS = [Part(f"{name}, float32", 60, "kernel", (name, "float32")) for name in gpu.KERNELS]
 KERNEL_PARTS.append(Part("decode, bfloat16", 60, "kernel", ("decode", "bfloat16")))
 
 
@@ -44,7 +47,7 @@ KERNEL_PARTS.append(Part("decode, bfloat16", 60, "kernel", ("decode", "bfloat16"
 def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "faulty_parts.py").write_text(FAULTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(first_gpu_run, "MODULE", "faulty_parts")
+    monkeypatch.setattr(gpu, "MODULE", "faulty_parts")
 
 
 @pytest.fixture
@@ -106,6 +109,29 @@ def test_throughput_is_compared_with_the_plan(settings: Settings, monkeypatch: p
     assert rows["decode 64"]["figures"]["tokens_per_call"] == 8 * 16
 
 
+@pytest.mark.slow
+def test_a_step_is_traced_and_a_start_timed(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_parts, "subprocess", fork_server)
+    rows = {name: run_here(named(name), settings) for name in ("step", "start", "attention 4k")}
+    assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
+    step, start = rows["step"]["figures"], rows["start"]["figures"]
+    assert step["range"][0] <= step["tokens_per_second"] <= step["range"][1]
+    assert 0 <= step["idle_share"] < 1
+    assert start["warm_cache_seconds"] < start["cold_cache_seconds"]
+    assert rows["attention 4k"]["figures"]["wgmma True"] > 0
+
+
+def test_the_first_figures_of_an_h100_are_two_fifths_of_the_memory_rate(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    """A decode step read 4.0 GB in 3.04 ms: 1.19 GB of weights, and 64 x 384 tokens of 114,688 bytes."""
+    settings.work.mkdir()
+    config = load_config(qwen3_arguments(settings._replace(tiny=False), "decode 64")[:-1])
+    h100 = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(jax, "devices", lambda: [h100])
+    assert gpu_parts._memory_share(config, 21_037) == pytest.approx(4.01e9 / 3.042e-3 / 3.35e12, rel=5e-3)
+
+
 @pytest.mark.medium
 def test_a_wrong_kernel_is_a_failed_row(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     def without_segments(query: jax.Array, keys: jax.Array, values: jax.Array, segments: jax.Array, **rest: Any):
@@ -152,6 +178,6 @@ def test_good_rows_are_kept_and_no_row_is_missing(settings: Settings, tmp_path: 
 
 def test_the_parent_needs_no_package():
     """It installs the wheels, so it must start without them."""
-    code = "import sys; import experiments.lab.benchmarks.first_gpu_run; print(*sys.modules)"
+    code = "import sys; import experiments.lab.benchmarks.gpu; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"jax", "numpy", "haliax", "levanter", "marin_rl"} & set(done.stdout.split())

