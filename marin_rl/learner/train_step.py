@@ -416,15 +416,15 @@ class Learner:
 
     def _make_program(self, constants: _Constants, shardings: tuple[jax.sharding.Sharding, ...]) -> jax.stages.Wrapped:
         # Flat arguments, because jax compares the structure of its arguments in every call, in Python for modules.
-        def run(
+        def update(
             leaves: list[jax.Array], batch: RlExample, count: jax.Array, frozen: list[jax.Array]
         ) -> tuple[list[jax.Array], PendingUpdate]:
             with hax.axis_mapping(self._parameter_mapping):
-                state, update = self._update(_unflatten(constants, leaves), batch, count, frozen)
-            return _flatten(state)[1], update
+                state, pending = self._update(_unflatten(constants, leaves), batch, count, frozen)
+            return _flatten(state)[1], pending
 
         options = compiler_options(self._mesh)
-        return jax.jit(run, donate_argnums=0, out_shardings=(list(shardings), None), compiler_options=options)
+        return jax.jit(update, donate_argnums=0, out_shardings=(list(shardings), None), compiler_options=options)
 
     def _update(
         self, state: TrainerState, batch: RlExample, count: jax.Array, frozen: list[jax.Array]

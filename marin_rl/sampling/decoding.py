@@ -305,6 +305,8 @@ def _programs(
     def per_shard(
         function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any, donate: int
     ) -> Callable[..., Any]:
+        # Traces show the name of the function.
+        @functools.wraps(function)
         def run(*arguments: Any) -> Any:
             with hax.axis_mapping(axis_mapping):
                 return function(*arguments)

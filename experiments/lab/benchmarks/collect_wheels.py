@@ -1,12 +1,12 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collect the wheels that `gpu` needs on a machine without an index, given what is installed there.
+"""Collect the wheels that `experiments.lab.benchmarks.gpu` needs on a machine without an index, given what is installed there.
 
     python -m pip list --format=freeze > installed.txt                   # on that machine
     python -m experiments.lab.benchmarks.collect_wheels installed.txt wheels   # here, with the same version of Python
 
-The packages are those that the parts of `gpu` import, at tiny sizes on this machine's CPU, in the versions
+The packages are those that its parts import, at tiny sizes on this machine's CPU, in the versions
 that are installed here. So dependencies that nothing imports stay out, and so do those of `OPTIONAL`, without which the
 parts run. A package
 that the machine has keeps its version; if it is outside the range that one of the wheels declares, the script prints
@@ -31,7 +31,7 @@ from experiments.lab.benchmarks.gpu import ROOT
 
 LIMIT_MB = 60
 TRACED = ("device", "packed rows, float32", "log-probs qwen3, float32", "gradient qwen3, float32", "rloo.yaml")
-TRACED += ("plan update 4k", "decode 64", "update 4k")
+TRACED += ("plan update 4k", "decode 64", "update 4k", "step", "start")
 """Parts whose imports are recorded: one of each function."""
 OPTIONAL = ("ray", "pandas", "uvloop", "grpc")
 """Modules that are large and not necessary: the traced parts run without them."""

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The parts of `gpu`: each runs in a process of its own, and returns figures and what is wrong with them.
+"""The parts of the benchmark of a GPU: each runs in a process of its own, and returns figures and what is wrong with them.
 
 Errors are compared with float64 on the CPU. Their limits are far above rounding (products of float32 arrays are those
 of TF32 on a GPU) and far below the effect of a mistake, such as a wrong mask.
@@ -10,6 +10,7 @@ of TF32 on a GPU) and far below the effect of a mistake, such as a wrong mask.
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -211,10 +212,10 @@ def gradient(settings: Settings, family: str, dtype: str) -> Result:
     return judged(figures, {name: errors[name] for name in worst}, limit)
 
 
-def _command(module: str, arguments: Sequence[str]) -> str:
+def _command(module: str, arguments: Sequence[str], **variables: str) -> str:
     """Run a command of the package; return its standard output. Its log is that of the part."""
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, "-m", module, *arguments], {**os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:]
@@ -375,24 +376,32 @@ def _memory_share(config: TrainConfig, tokens_per_second: float) -> float | None
 
 
 def step(settings: Settings) -> Result:
-    """Train with random weights of Qwen3-0.6B's shapes on 256 replies of up to 512 tokens a step; trace the fourth."""
-    run_dir = settings.work / "run-step"
-    shutil.rmtree(run_dir, ignore_errors=True)
+    """Train on 256 replies of 512 tokens a step with random weights of Qwen3-0.6B's shapes, and trace the fourth step.
+
+    Rewards are random: such replies are all wrong, and a group of equal rewards would be left out of the update.
+    """
+    run_dir, programs = settings.work / "run-step", settings.work / "step-programs"
+    for folder in (run_dir, programs):
+        shutil.rmtree(folder, ignore_errors=True)
     traced = [f"--trainer.profiler{key}" for key in ("=true", "_start_step=4", "_num_steps=1")]
-    alone = ["--num_steps=7", "--evaluation.every=0", "--evaluation.tasks=8", f"--run_dir={run_dir}"]
-    _command("marin_rl.train", [*qwen3_arguments(settings, "step"), *alone, *traced])
+    alone = ["--environment={type: random_control, environment: {type: arithmetic}}", "--num_steps=7"]
+    alone += ["--evaluation.every=0", "--evaluation.tasks=8", f"--run_dir={run_dir}"]
+    arguments = [*qwen3_arguments(settings, "step"), *alone, *traced, "--trainer.jax_compilation_cache_dir=null"]
+    _command(
+        "marin_rl.train", arguments, XLA_FLAGS=f"--xla_dump_to={programs} --xla_dump_hlo_module_re=.*decode|.*update"
+    )
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # The first one compiles, and tracing makes the fourth one slower.
     steps = [record for record in records if record.get("step") in (2, 3, 5, 6, 7)]
     rates = [one["tokens/sampled_per_second"] * one["seconds/sample"] / one["seconds/total"] for one in steps]
     phases = {key: float(np.median([one[key] for one in steps])) for key in steps[0] if key.startswith("seconds/")}
     report = settings.work / "step.profile.json"
-    chip = [] if settings.tiny else ["--chip=h100"]
-    _command("experiments.lab.benchmarks.profile_table", [str(run_dir / "profile"), f"--json={report}", *chip])
+    tables = [str(run_dir / "profile"), f"--hlo={programs}", "--chip=h100", f"--json={report}"]
+    _command("experiments.lab.benchmarks.profile_table", tables)
     figures = {
         "tokens_per_second": float(np.median(rates)),
         "range": [min(rates), max(rates)],
-        "idle_share": json.loads(report.read_text())["step"]["idle_share"],
+        "idle_share": json.loads(report.read_text())["phases"]["steps"]["idle_share"],
         "mfu_of_update": steps[-1].get("mfu"),
         **phases,
     }
@@ -468,7 +477,7 @@ def run(function: str, settings: Settings, arguments: Sequence[Any]) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the part that `gpu` asks for, and write its row to a file."""
+    """Run the part that the benchmark asks for, and write its row to a file."""
     function, arguments, values, file = sys.argv[1:] if argv is None else argv
     work, tiny, weights = json.loads(values)
     settings = Settings(Path(work), tiny, None if weights is None else Path(weights))

@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.profiler import ProfileData
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from experiments.lab.benchmarks.hlo_costs import Cost, Hlo, read_hlo
@@ -305,6 +303,10 @@ def tables(report: Mapping[str, Any]) -> str:
 
 def draw(trace: Trace, picture: Path) -> None:
     """Plot phases and programs over time, a lane each, as a PNG file."""
+    # The tables do without it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lanes = [(name, intervals, COLORS[0]) for name, intervals in trace.phases.items() if name != STEP]
     spans: dict[Program, list[tuple[float, float]]] = defaultdict(list)
     for each in trace.operations:
