@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collect the wheels that `experiments.lab.benchmarks.gpu` needs on a machine without an index, given what is installed there.
+"""Collect the wheels that the benchmark of a GPU needs on a machine without an index, given what is installed there.
 
     python -m pip list --format=freeze > installed.txt                   # on that machine
     python -m experiments.lab.benchmarks.collect_wheels installed.txt wheels   # here, with the same version of Python

@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The parts of the benchmark of a GPU: each runs in a process of its own, and returns figures and what is wrong with them.
+"""The parts of `gpu.py`: each runs in a process of its own, and returns figures and what is wrong with them.
 
 Errors are compared with float64 on the CPU. Their limits are far above rounding (products of float32 arrays are those
 of TF32 on a GPU) and far below the effect of a mistake, such as a wrong mask.
