@@ -1,7 +1,7 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run of TRL's `GRPOTrainer` on the problem of `against_trl`, in an environment with TRL and without marin_rl.
+"""A run of TRL's `GRPOTrainer` on the problem of `against_peer`, in an environment with TRL and without marin_rl.
 
     python -m experiments.lab.trl_sums --problem FOLDER --output FILE --rows 64
 
@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from experiments.lab.benchmarks.trl_run import trainer_config
 
 Problem = dict[str, Any]
-"""See `against_trl.prepare`."""
+"""See `against_peer.prepare`."""
 Messages = list[dict[str, str]]
 
 
@@ -95,7 +95,7 @@ def sums_config(problem: Problem, folder: Path, rows: int) -> GRPOConfig:
 
 def main() -> None:
     """Train, and write the metrics."""
-    parser = argparse.ArgumentParser(description="TRL's side of against_trl")
+    parser = argparse.ArgumentParser(description="TRL's side of against_peer")
     parser.add_argument("--problem", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rows", type=int, required=True)

@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whole training steps of marin_rl with its defaults, alone or in turn with TRL, on all cores and on one.
+"""Whole training steps of marin_rl with its defaults, alone or in turn with TRL or Tunix, on all cores and on one.
 
     python -m experiments.lab.benchmarks.benchmark_end_to_end
     python -m experiments.lab.benchmarks.benchmark_end_to_end --against trl --sizes tiny --pairs 3 --steps 10
 
 All programs start from the same weights and train with the same prompts, reward function, group size, lengths and
-optimizer. Each run is a separate process. In a pair, the programs run one after the other; the first run of marin_rl
-on each set of cores starts with an empty compilation cache.
+optimizer. Each run is a separate process. In a pair, the programs run one after the other; the first run of a program
+that compiles starts with an empty compilation cache on each set of cores.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from experiments.lab.benchmarks.measurement import (
     say,
     spread,
 )
-from experiments.lab.benchmarks.trl_environment import default_folder, trl_python
+from experiments.lab.benchmarks.peer_environment import PEERS, default_folder, peer_python, peer_versions
 from experiments.lab.benchmarks.watched_process import WatchedRun, available_cores, pinned, watch
 from experiments.lab.benchmarks.words_problem import SIZES, Size
 
@@ -111,14 +111,24 @@ def run_marin(
     )
 
 
-def run_trl(
-    problem: Path, python: Path, steps: int, rows: int, timeout: float, cores: Sequence[int], folder: Path
+def run_peer(
+    peer: str,
+    problem: Path,
+    caches: Path,
+    python: Path,
+    steps: int,
+    rows: int,
+    timeout: float,
+    cores: Sequence[int],
+    folder: Path,
 ) -> ProgramRun:
-    """Run TRL.
+    """Run another program; its runs on the same cores share a compilation cache, with marin_rl's threshold.
 
     Args:
+        peer: the program.
         problem: files of the problem.
-        python: interpreter of an environment with TRL.
+        caches: folder of the compilation caches.
+        python: interpreter of an environment with the program.
         steps: RL steps.
         rows: rollouts of a forward and backward pass.
         timeout: seconds after which the run is ended.
@@ -126,22 +136,18 @@ def run_trl(
         folder: new folder for the run.
     """
     lines = folder / "steps.jsonl"
-    command = [
-        str(python),
-        "-m",
-        "experiments.lab.benchmarks.trl_run",
-        "--problem",
-        str(problem),
-        "--output",
-        str(lines),
-    ]
+    command = [str(python), "-m", f"experiments.lab.benchmarks.{peer}_run", "--problem", str(problem)]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(caches / f"{peer}-{len(cores)}-cores"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
     watched = watch(
-        [*command, "--steps", str(steps), "--rows", str(rows)],
+        [*command, "--output", str(lines), "--steps", str(steps), "--rows", str(rows)],
         lines,
         folder / "output.txt",
         cores=cores,
         cwd=ROOT,
-        env=_environment() | {"HF_HUB_OFFLINE": "1"},
+        env=_environment() | cache | {"HF_HUB_OFFLINE": "1"},
         timeout=timeout,
     )
     names = [field.name for field in dataclasses.fields(MeasuredStep)]
@@ -269,11 +275,10 @@ def measure_size(
     runners: dict[str, Runner] = {
         "marin_rl": functools.partial(run_marin, problem, caches, arguments.steps, arguments.timeout)
     }
-    if arguments.against == "trl":
-        python = arguments.trl_python or trl_python(default_folder())
-        runners["trl"] = functools.partial(
-            run_trl, problem, python, arguments.steps, arguments.trl_rows, arguments.timeout
-        )
+    peer = arguments.against
+    if peer:
+        settings = caches, arguments.peer_python, arguments.steps, arguments.peer_rows, arguments.timeout
+        runners[peer] = functools.partial(run_peer, peer, problem, *settings)
     runs = run_in_turn(runners, core_sets, arguments.pairs, folder / "runs")
     size = SIZES[name]
     figures: dict[str, Any] = {
@@ -286,11 +291,9 @@ def measure_size(
             program: summarize(found, size, cores=len(numbers), rate=rates[cores], skip=arguments.skip)
             for program, found in runs[cores].items()
         }
-        if "trl" in runners:
-            compared = compare(runs[cores]["marin_rl"], runs[cores]["trl"], arguments.skip)
-            figures[cores]["trl_over_marin_rl"] = compared
-    if (versions := problem / "trl_versions.json").exists():
-        figures["trl_versions"] = json.loads(versions.read_text())
+        if peer:
+            compared = compare(runs[cores]["marin_rl"], runs[cores][peer], arguments.skip)
+            figures[cores][f"{peer}_over_marin_rl"] = compared
     return figures
 
 
@@ -306,24 +309,24 @@ def _child(arguments: Sequence[str], cores: Sequence[int] | None = None) -> str:
 
 def parse(argv: Sequence[str]) -> Any:
     """Parse the command line; mistakes end the process with a message."""
-    parser = benchmark_parser("Training steps of marin_rl with its defaults, alone or in turn with TRL")
-    parser.add_argument("--against", choices=["trl"], help="another program to compare with; installed if necessary")
+    parser = benchmark_parser("Training steps of marin_rl with its defaults, alone or in turn with another program")
+    parser.add_argument("--against", choices=list(PEERS), help="another program; installed if necessary")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="models")
     parser.add_argument("--cores", nargs="+", choices=["all", "one"], default=["all", "one"], help="cores of a run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each program on each set of cores")
     parser.add_argument("--steps", type=int, default=8, help="steps of each run")
     parser.add_argument("--skip", type=int, default=2, help="steps at the start of each run that are excluded")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
-    parser.add_argument("--trl_python", type=Path, help="interpreter of an existing environment with TRL")
-    parser.add_argument("--trl_rows", type=int, default=32, help="rollouts of a forward and backward pass of TRL")
+    parser.add_argument("--peer_python", type=Path, help="interpreter of an existing environment with that program")
+    parser.add_argument("--peer_rows", type=int, default=32, help="rollouts of its forward and backward passes")
     arguments = parser.parse_args(argv)
     if arguments.pairs < 1:
         parser.error(f"--pairs is {arguments.pairs}; it must be at least 1")
     if not 1 <= arguments.skip < arguments.steps:
         parser.error(f"--skip is {arguments.skip}; it must be at least 1 and below --steps, which is {arguments.steps}")
     for name in arguments.sizes:
-        if arguments.trl_rows < 1 or SIZES[name].rollouts % arguments.trl_rows:
-            parser.error(f"--trl_rows is {arguments.trl_rows}; it must divide the {SIZES[name].rollouts} rollouts")
+        if arguments.peer_rows < 1 or SIZES[name].rollouts % arguments.peer_rows:
+            parser.error(f"--peer_rows is {arguments.peer_rows}; it must divide the {SIZES[name].rollouts} rollouts")
     return arguments
 
 
@@ -331,12 +334,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print one JSON object."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments = parse(argv)
-    if arguments.against == "trl" and arguments.trl_python is None:
-        trl_python(default_folder())
+    peer = arguments.against
+    if peer and arguments.peer_python is None:
+        arguments.peer_python = peer_python(peer, default_folder(peer))
     every = available_cores()
     core_sets = {name: every if name == "all" else every[-1:] for name in arguments.cores}
     rates = {name: float(_child(["matmul"], cores)) for name, cores in core_sets.items()}
     figures: dict[str, Any] = {"matmul_flops_per_second": rates}
+    if peer:
+        figures["peer_versions"] = peer_versions(peer, arguments.peer_python)
     for name in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             figures[name] = measure_size(name, arguments, core_sets, rates, Path(folder))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.lab.benchmarks.measurement import say, shown
+from experiments.lab.benchmarks.peer_environment import PEERS
 from marin_rl.runs.run_directory import check_output
 
 ROOT = Path(__file__).parents[3]
@@ -137,7 +138,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(description="The benchmark suite", allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks, by default all: {', '.join(NAMES)}")
-    parser.add_argument("--against", choices=["trl"], help=f"another program to compare with, in {END_TO_END}")
+    parser.add_argument("--against", choices=list(PEERS), help=f"another program, in {END_TO_END}")
     parser.add_argument("--output", type=Path, default=Path("benchmarks.json"), help="JSON file with all reports")
     arguments = parser.parse_args(own)
     if unknown := [name for name in arguments.names if name not in NAMES]:

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -128,10 +126,6 @@ def main() -> None:
         callbacks=[writer],
     )
     trainer.train()
-    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    (arguments.problem / "trl_versions.json").write_text(
-        json.dumps({**versions, "threads": torch.get_num_threads(), "parameters": model.num_parameters()})
-    )
 
 
 if __name__ == "__main__":

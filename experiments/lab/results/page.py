@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.lab.report import markdown_table, new_panels, plot_band, save
-from experiments.lab.results.runs import AGAINST_TRL, OURS, ROOT, Record, read
+from experiments.lab.results.runs import AGAINST, OURS, ROOT, Record, read
 from experiments.lab.results.tasks import COMPARED, CONTROL, FIRST_RUN, TASKS
 from marin_rl.runs.run_groups import Band, band
 
@@ -85,9 +85,9 @@ def time_to(record: Record, target: float) -> tuple[int, float, float] | None:
     return next(((step, *times) for step, value, times in later if value >= target), None)
 
 
-def trl_table() -> str:
+def peer_table(name: str) -> str:
     """Return one row for each program: step and time at the target by seed, and the time of pairs by that of ours."""
-    groups = by_label(read(AGAINST_TRL))
+    groups = by_label(read(name))
     reached = {label: {one.seed: time_to(one, TARGET) for one in records} for label, records in groups.items()}
     ours = reached.get(OURS, {})
     rows = []
@@ -111,11 +111,11 @@ def trl_table() -> str:
     return markdown_table(names, rows)
 
 
-def draw_trl(picture: Path) -> None:
+def draw_peer(name: str, picture: Path) -> None:
     """Plot the held-out accuracy of both programs by step, as mean and range of the seeds, and by CPU seconds."""
     by_step, by_time = new_panels(["same start, tasks and settings", "with start-up and evaluations"], 2)
     by_time.set_xlabel("CPU seconds")
-    for number, (label, records) in enumerate(by_label(read(AGAINST_TRL)).items()):
+    for number, (label, records) in enumerate(by_label(read(name)).items()):
         plot_band(by_step, bands(records), label, f"C{number}")
         for record in records:
             by_time.plot([cpu for _, cpu in record.times], record.sampled[1:], color=f"C{number}", linewidth=1)
@@ -172,8 +172,8 @@ def update() -> None:
     draw_tasks(PICTURES / "tasks.png")
     if all(map(read, COMPARED)):
         draw_objectives(PICTURES / "objectives.png")
-    if read(AGAINST_TRL):
-        draw_trl(PICTURES / "against_trl.png")
+    for name in filter(read, AGAINST.values()):
+        draw_peer(name, PICTURES / f"{name}.png")
     PAGE.write_text(with_tables(PAGE.read_text()))
 
 
@@ -186,7 +186,7 @@ def with_tables(page: str) -> str:
     tables = {
         "tasks": task_table(),
         **{task: objective_table(task) for task in COMPARED},
-        AGAINST_TRL: trl_table(),
+        **{name: peer_table(name) for name in AGAINST.values()},
     }
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"

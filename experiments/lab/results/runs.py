@@ -22,8 +22,10 @@ from marin_rl.utils.storage import write_bytes
 RECORDS = Path(__file__).parent / "records"
 ROOT = Path(__file__).parents[3]
 SCORE = re.compile(r"eval/.*/(?:accuracy|reward)_(sampled|greedy)")
-AGAINST_TRL = "against_trl"
-"""Name of the records of `experiments.lab.against_trl`."""
+AGAINST = {"trl": "against_trl", "tunix": "against_tunix"}
+"""Names of the records of `experiments.lab.against_peer`, by program."""
+LABELS = {"trl": "TRL", "tunix": "Tunix"}
+"""Names of these programs."""
 OURS = "marin_rl"
 """Label of the runs of this package among them."""
 PACKAGES = ("jax", "levanter")

@@ -148,13 +148,15 @@ def test_objectives_without_counterpart_have_no_difference(records, label):
 def test_times_are_those_of_the_first_evaluation_at_the_target(records):
     def add_run(label, seed, sampled, *times):
         record = dataclasses.replace(RECORD, label=label, seed=seed, steps=(0, 10, 20), sampled=sampled, times=times)
-        add(runs.AGAINST_TRL, record)
+        add("against_trl", record)
 
     add_run("marin_rl", 1, (0.7, 0.5, 0.6), (5.0, 4.0), (9.0, 8.0))
     add_run("marin_rl", 2, (0.2, 0.65, 0.5), (6.0, 5.0), (9.0, 8.0))
     add_run("TRL", 1, (0.7, 0.6, 0.7), (18.0, 4.0), (20.0, 6.0))
     add_run("TRL", 2, (0.2, 0.3, 0.5), (18.0, 4.0), (20.0, 6.0))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.trl_table().splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.peer_table("against_trl").splitlines()[2:]
+    ]
     assert rows == [
         ["TRL", "10, never", "18, never", "4, never", "2.00", "0.50", "0.70, 0.50"],
         ["marin_rl", "20, 10", "9, 6", "8, 5", "", "", "0.60, 0.50"],
@@ -176,7 +178,7 @@ def test_the_page_has_the_tables_of_the_records():
     text = page.PAGE.read_text()
     assert text == page.with_tables(text)
     tables = {name for name in re.findall(r"^<!-- (\w+) -->", text, re.MULTILINE) if name != "end"}
-    assert tables == {"tasks", *COMPARED, runs.AGAINST_TRL}
+    assert tables == {"tasks", *COMPARED, *runs.AGAINST.values()}
 
 
 @pytest.mark.parametrize("name", TASKS)

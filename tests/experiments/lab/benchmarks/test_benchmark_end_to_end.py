@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from experiments.lab.benchmarks import benchmark_end_to_end, words_problem
-from experiments.lab.benchmarks.benchmark_end_to_end import MeasuredStep, ProgramRun, compare, summarize
-from experiments.lab.benchmarks.watched_process import WatchedRun, WatchedStep
+from experiments.lab.benchmarks.benchmark_end_to_end import MeasuredStep, ProgramRun, compare, run_peer, summarize
+from experiments.lab.benchmarks.peer_environment import PEERS
+from experiments.lab.benchmarks.watched_process import WatchedRun, WatchedStep, available_cores
 from experiments.lab.benchmarks.words_problem import Size
 
 SIZE = Size(
@@ -60,6 +62,33 @@ def test_ratios_are_paired() -> None:
     assert compared["sample_seconds"]["median"] == 2.0
     assert compared["other_seconds"]["max"] == 3.0 / 0.5
     assert compared["peak_bytes"] == {"median": 3.0, "min": 2.0, "max": 4.0, "count": 2}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_another_program_gets_the_problem_and_a_compilation_cache(peer: str, tmp_path: Path) -> None:
+    # An interpreter that writes a step with its own command line and cache in it.
+    python = tmp_path / "python"
+    line = {"step": 1, "loss": 0.5, "reward": 0.75, "grad_norm": 2.0, "new_tokens": 5.0, "phases": {"sample": 0.25}}
+    code = f"""#!{sys.executable}
+import json, os, sys
+given = {{"given": sys.argv[1:], "cache": os.environ["JAX_COMPILATION_CACHE_DIR"]}}
+open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps({line} | given) + "\\n")
+"""
+    python.write_text(code)
+    python.chmod(0o755)
+    cores = available_cores()[:1]
+    run = run_peer(peer, tmp_path / "problem", tmp_path / "caches", python, 3, 16, 60.0, cores, tmp_path)
+    assert run.steps == (MeasuredStep({"sample": 0.25}, loss=0.5, reward=0.75, grad_norm=2.0, new_tokens=5.0),)
+    seen = run.watched.steps[0].line
+    module, *options = seen["given"][1:]
+    assert module == f"experiments.lab.benchmarks.{peer}_run"
+    assert dict(zip(options[::2], options[1::2], strict=True)) == {
+        "--problem": str(tmp_path / "problem"),
+        "--output": str(tmp_path / "steps.jsonl"),
+        "--steps": "3",
+        "--rows": "16",
+    }
+    assert seen["cache"] == str(tmp_path / "caches" / f"{peer}-1-cores")
 
 
 def test_operations_agree_with_a_loop_over_tokens() -> None:

@@ -1,14 +1,14 @@
 # Copyright The marin_rl Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sums of experiments/rloo.yaml in marin_rl and in TRL: the same start, tasks, rewards and settings.
+"""The sums of experiments/rloo.yaml in marin_rl and in TRL or Tunix: the same start, tasks, rewards and settings.
 
-    python -m experiments.lab.against_trl --seed 1
+    python -m experiments.lab.against_peer trl --seed 1
 
 Both start from the exported warm start of the seed, get the same problems in the same order, sample with their own
-generators, and answer the same held-out problems every ten steps. TRL runs twice: with its default number of rollouts
-in a forward and backward pass, and with all of a step in one pass. Adds held-out accuracies, seconds and CPU seconds to
-the records of the results page; runs with a record are skipped.
+generators, and answer the same held-out problems every ten steps. The other program runs twice: with its default number
+of rollouts in a forward and backward pass, and with another one. Adds held-out accuracies, seconds and CPU seconds to
+the records of the results page; runs with a record are skipped. All seeds share a compilation cache.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from typing import Any
 
 from levanter.optim.config import AdamConfig
 
-from experiments.lab.benchmarks.trl_environment import TORCH, TRL, default_folder, trl_python
+from experiments.lab.benchmarks.peer_environment import default_folder, peer_python, peer_versions
 from experiments.lab.benchmarks.watched_process import available_cores, watch
 from experiments.lab.objectives import start
-from experiments.lab.results.runs import AGAINST_TRL, OURS, ROOT, Record, add, own_versions, read, scores
+from experiments.lab.results.runs import AGAINST, LABELS, OURS, ROOT, Record, add, own_versions, read, scores
 from experiments.rloo_in_code import rloo
 from marin_rl.environments.base import Split
 from marin_rl.sessions.run_export import export_run
@@ -36,11 +36,8 @@ EVERY = 10
 """Steps from one evaluation to the next."""
 TIMEOUT = 3600.0
 """Seconds of a run."""
-TRL_ROWS = 8, 512
-"""Rollouts in a forward and backward pass of TRL: its default, and all of a step."""
-TRL_VERSIONS: dict[str, str] = {
-    name: version.removesuffix("+cpu") for name, _, version in (one.partition("==") for one in (TRL, TORCH[0]))
-}
+ROWS = {"trl": (8, 512), "tunix": (512, 64)}
+"""Rollouts in a forward and backward pass of each program, its default first; 512 are all of a step."""
 
 
 def prepare(seed: int, folder: Path) -> Path:
@@ -83,7 +80,11 @@ def record(label: str, seed: int, command: list[str], folder: Path, versions: di
     folder.mkdir(parents=True)
     lines = folder / "metrics.jsonl"
     log = folder.with_suffix(".log")
-    watched = watch(command, lines, log, cores=available_cores(), cwd=ROOT, env=dict(os.environ), timeout=TIMEOUT)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
+    watched = watch(command, lines, log, cores=available_cores(), cwd=ROOT, env=os.environ | cache, timeout=TIMEOUT)
     steps, sampled, greedy = scores(folder)
     seconds = cpu = 0.0
     times: dict[int, tuple[float, float]] = {}
@@ -97,19 +98,21 @@ def record(label: str, seed: int, command: list[str], folder: Path, versions: di
 
 def main() -> None:
     """Run the programs that have no record."""
-    parser = argparse.ArgumentParser(description="The sums of experiments/rloo.yaml in marin_rl and in TRL.")
+    parser = argparse.ArgumentParser(description="The sums of experiments/rloo.yaml in marin_rl and another program.")
+    parser.add_argument("peer", choices=list(ROWS))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trl_python", type=Path, help="Python of an environment with TRL; installed by default")
-    parser.add_argument("--folder", type=Path, default=Path("runs/against_trl"))
+    parser.add_argument("--peer_python", type=Path, help="Python of an environment with it; installed by default")
+    parser.add_argument("--folder", type=Path, help="folder for the files of the runs, by default runs/against_PEER")
     arguments = parser.parse_args()
-    seed, folder = arguments.seed, arguments.folder.absolute()
-    done = {one.label for one in read(AGAINST_TRL) if one.seed == seed}
-    rows_of = {f"TRL, {rows} rows": rows for rows in TRL_ROWS}
+    seed, peer, name = arguments.seed, arguments.peer, AGAINST[arguments.peer]
+    folder = (arguments.folder or Path("runs") / name).absolute()
+    done = {one.label for one in read(name) if one.seed == seed}
+    rows_of = {f"{LABELS[peer]}, {rows} rows": rows for rows in ROWS[peer]}
     if done >= {OURS, *rows_of}:
         print(f"all runs of seed {seed} have records; nothing to do")
         return
     problem = prepare(seed, folder)
-    python = arguments.trl_python or trl_python(default_folder())
+    python = arguments.peer_python or peer_python(peer, default_folder(peer))
     ours = folder / f"marin_rl-seed{seed}"
     programs = {
         OURS: (
@@ -123,13 +126,13 @@ def main() -> None:
         )
     }
     for label, rows in rows_of.items():
-        theirs = folder / f"trl-{rows}-rows-seed{seed}"
+        theirs = folder / f"{peer}-{rows}-rows-seed{seed}"
         output = theirs / "metrics.jsonl"
-        command = [str(python), "-m", "experiments.lab.trl_sums", "--problem", str(problem), "--output", str(output)]
-        programs[label] = [*command, "--rows", str(rows)], theirs, TRL_VERSIONS
+        command = [str(python), "-m", f"experiments.lab.{peer}_sums", "--problem", str(problem)]
+        programs[label] = [*command, "--output", str(output), "--rows", str(rows)], theirs, peer_versions(peer, python)
     for label, (command, run_folder, versions) in programs.items():
         if label not in done:
-            add(AGAINST_TRL, record(label, seed, command, run_folder, versions))
+            add(name, record(label, seed, command, run_folder, versions))
 
 
 if __name__ == "__main__":
