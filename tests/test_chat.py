@@ -194,7 +194,8 @@ def test_the_tokens_are_those_of_a_rollout(name: str):
     )
     task = Task("t", "e", (system, users[0]), "")
     prompt = tokenizer.prompt_tokens(task.messages)
-    attempt = Attempt(task, prompt, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor="")
+    start = tokenizer.reply_start(prompt)
+    attempt = Attempt(task, prompt, start, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor="")
     builder = RolloutBuilder(attempt, tokenizer, Limits(max_length=1000, max_new_tokens=max_tokens, max_turns=5))
     for request, following in zip(sampler.requests, (*users[1:], None), strict=True):
         expected = builder.request()

@@ -352,13 +352,11 @@ def pack_batch(
         is_recorded = (batch.experts != padding["experts"]).any(axis=(1, 2))
         arrays["experts"] = scatter("experts", places[is_recorded], batch.experts[is_recorded])
     names = ("batch", "position", "layer", "top_experts")
+    axes = {name: tuple(map(Axis, names, array.shape[1:])) for name, array in arrays.items()}
     microbatches = tuple(
         # On the host: `hax.named` would put every array on the default device.
         RlExample(
-            **{
-                name: NamedArray(cast(jax.Array, array[index]), tuple(map(Axis, names, array.shape[1:])))
-                for name, array in arrays.items()
-            },
+            **{name: NamedArray(cast(jax.Array, array[index]), axes[name]) for name, array in arrays.items()},
             group=layout.group,
         )
         for index in range(shape[0])

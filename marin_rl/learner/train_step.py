@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from haliax.tree_util import hashable_combine, hashable_partition
 from jax.sharding import Mesh
 from levanter.metrics import Metric, ReductionType, fold
 from levanter.models.lm_model import LmHeadModel
@@ -126,7 +125,9 @@ class _Constants(NamedTuple):
     """Everything but the arrays of a tree; hashable, as a static argument of a compiled program."""
 
     structure: jax.tree_util.PyTreeDef
-    rest: Hashable
+    """Structure of the whole tree."""
+    rest: tuple[tuple[int, Hashable], ...]
+    """Index and value of each leaf that is no array."""
 
 
 class Learner:
@@ -511,13 +512,16 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
 
 
 def _flatten(tree: Any) -> tuple[_Constants, list[Any]]:
-    arrays, rest = hashable_partition(tree, has_shape)
-    leaves, structure = jax.tree.flatten(arrays)
-    return _Constants(structure, rest), leaves
+    leaves, structure = jax.tree.flatten(tree)
+    rest = tuple((index, leaf) for index, leaf in enumerate(leaves) if not has_shape(leaf))
+    return _Constants(structure, rest), [leaf for leaf in leaves if has_shape(leaf)]
 
 
-def _unflatten(constants: _Constants, leaves: list[jax.Array]) -> Any:
-    return hashable_combine(jax.tree.unflatten(constants.structure, leaves), constants.rest)
+def _unflatten(constants: _Constants, leaves: Sequence[jax.Array]) -> Any:
+    every: list[Any] = list(leaves)
+    for index, leaf in constants.rest:
+        every.insert(index, leaf)
+    return jax.tree.unflatten(constants.structure, every)
 
 
 def fold_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -113,6 +113,8 @@ class Attempt:
     """The task to attempt."""
     prompt: tuple[int, ...]
     """The task's messages as tokens."""
+    reply_start: str
+    """Text of the assistant's turn that the prompt contains, such as `<think>`."""
     group_id: str
     """Group id of the rollout."""
     id: str

@@ -66,10 +66,10 @@ class RolloutBuilder:
         self.pointwise_results: dict[str, RewardResult] = {}
         """Results of pointwise components by name, until `add_rewards` has added all of them."""
         self._attempt, self._tokenizer, self._limits = attempt, tokenizer, limits
-        # The observation of the next turn: its messages, tokens, the tokens before them (none if the observation starts
-        # a sequence), and its state.
+        # The observation of the next turn: its messages, tokens, the text of the assistant's turn in them, the tokens
+        # before them (none if the observation starts a sequence), and its state.
         self._messages: tuple[Message, ...] = attempt.task.messages
-        self._observation = attempt.prompt
+        self._observation, self._reply_start = attempt.prompt, attempt.reply_start
         self._context: tuple[int, ...] = ()
         self._anchor_state = attempt.task.anchor_state
         self._anchor = attempt.anchor
@@ -140,7 +140,7 @@ class RolloutBuilder:
         """
         generation = keep_new_experts(self._attempt.id, generation, len(self._context), len(self._observation))
         reply = self._tokenizer.decode_reply(generation.token_ids)
-        self._reply_starts.append(self._tokenizer.reply_start(self._observation))
+        self._reply_starts.append(self._reply_start)
         number = len(self._turns)
         turn = Turn(
             observation_tokens=self._observation,
@@ -159,7 +159,7 @@ class RolloutBuilder:
                 f"the engine aborted the generation of turn {number} after {len(generation.token_ids)} tokens "
                 f"(stop reason {generation.stop_reason.value})",
             )
-        return self._reply_starts[-1] + reply
+        return self._reply_start + reply
 
     def add_observation(self, step: Step) -> None:
         """Add the environment's step after the last reply, and prepare the next turn or end the rollout.
@@ -207,6 +207,7 @@ class RolloutBuilder:
             self._anchor = state_hash(step.messages, step.anchor_state)
         self._messages, self._anchor_state = step.messages, step.anchor_state
         self._observation, self._context = tokens, context
+        self._reply_start = self._tokenizer.reply_start(tokens)
 
     def add_agent_turns(
         self, turns: Sequence[Turn], result: AgentResult, posted: Mapping[str, float], *, hit_limit: bool

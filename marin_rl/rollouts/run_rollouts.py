@@ -237,12 +237,13 @@ def stream_groups(
 
 def _attempts(runner: RolloutRunner, request: GroupInput, group_size: int, temperature: float) -> list[Attempt]:
     task, prompt = request.task, runner.limits.prompt_tokens(request.task, runner.tokenizer)
-    anchor = state_hash(task.messages, task.anchor_state)
+    reply_start, anchor = runner.tokenizer.reply_start(prompt), state_hash(task.messages, task.anchor_state)
     start_seed = derive_seed(*request.seed_parts)
     return [
         Attempt(
             task=task,
             prompt=prompt,
+            reply_start=reply_start,
             group_id=request.group_id,
             id=f"{request.group_id}-{member}",
             seed=derive_seed(*request.seed_parts, member),

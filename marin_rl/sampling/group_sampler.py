@@ -121,7 +121,7 @@ class GroupSampler(Sampler):
         self._call_seconds = call_seconds
         self._step_seconds = 0.0
         """Time of a decode step in the last call."""
-        self._source = model
+        self._source, self._signature = model, _signature(model)
         self._count = 0
         self.work = SamplerWork()
         """The work since the sampler was created."""
@@ -220,7 +220,7 @@ class GroupSampler(Sampler):
         Raises:
             ValueError: if the structure, a shape or a dtype differs.
         """
-        if _signature(model) != _signature(self._source):
+        if _signature(model) != self._signature:
             raise ValueError(
                 f"update_weights to version {version}: the model's structure, shapes or dtypes differ from those "
                 "of the sampler's; create a new GroupSampler for it"

@@ -24,7 +24,7 @@ from marin_rl.types import Generation, Message, RolloutStatus, StopReason, Task
 TOKENIZER = ChatTokenizer(byte_tokenizer())
 TASK = Task("t", "sums", (Message(role="user", content="2+3"),), "5")
 ATTEMPT = Attempt(
-    TASK, TOKENIZER.prompt_tokens(TASK.messages), "g", "r", seed=1, start_seed=2, temperature=1.0, anchor=""
+    TASK, TOKENIZER.prompt_tokens(TASK.messages), "", "g", "r", seed=1, start_seed=2, temperature=1.0, anchor=""
 )
 LIMITS = Limits(max_length=100, max_new_tokens=10, max_turns=5)
 DONE = Step({"won": 1.0})

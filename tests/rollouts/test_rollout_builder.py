@@ -42,7 +42,7 @@ MORE = Message(role="user", content="on")
 
 
 def new_builder(limits: Limits = LIMITS) -> RolloutBuilder:
-    attempt = Attempt(TASK, PROMPT, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
+    attempt = Attempt(TASK, PROMPT, "", group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
     return RolloutBuilder(attempt, TOKENIZER, limits)
 
 
@@ -73,7 +73,8 @@ OPENINGS = ["", "<think>", "<think>\n", "<think>\n\n", "<think> ", "<think>\n\n<
 @pytest.mark.parametrize("reply", ["ab", "a</think>b", "<think>a</think>b"])
 def test_rewards_see_the_turn_from_its_start(opening: str, reply: str):
     prompt = (*PROMPT, *opening.encode())
-    attempt = Attempt(TASK, prompt, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
+    start = TOKENIZER.reply_start(prompt)
+    attempt = Attempt(TASK, prompt, start, group_id="g", id="r", seed=3, start_seed=4, temperature=1.0, anchor=ANCHOR)
     builder = RolloutBuilder(attempt, TOKENIZER, LIMITS)
     assert builder.add_generation(reply_of(reply)) == opening + reply
     builder.add_observation(Step({"won": 1.0}))
