@@ -165,12 +165,14 @@ class RolloutBatch:
         """
         if len(per_rollout) != len(self.ids):
             raise ValueError(f"{len(self.ids)} rollouts but {name} for {len(per_rollout)}; pass one array per rollout")
-        counts = self.num_loss_tokens.tolist()
-        for id, count, values in zip(self.ids, counts, per_rollout, strict=True):
-            if np.shape(values) not in ((), (count,)):
-                raise ValueError(f"rollout {id} has {count} loss tokens, but its {name} have shape {np.shape(values)}")
+        parts = [np.zeros(0)]
+        for id, count, values in zip(self.ids, self.num_loss_tokens.tolist(), per_rollout, strict=True):
+            shape = np.shape(values)
+            if shape not in ((), (count,)):
+                raise ValueError(f"rollout {id} has {count} loss tokens, but its {name} have shape {shape}")
+            parts.append(np.asarray(values) if shape else np.full(count, values))
         array = np.zeros(self.input_ids.shape)
-        array[self.loss_mask] = np.concatenate([np.zeros(0), *map(np.broadcast_to, per_rollout, counts)])
+        array[self.loss_mask] = np.concatenate(parts)
         return array
 
     def with_advantages(

@@ -91,7 +91,7 @@ async def _await_environment(
 ) -> Result:
     """Call the environment, at most for the rest of its time; its errors become `EnvironmentFault`."""
     with builder.count_seconds("environment"), _faults(max_seconds):
-        async with asyncio.timeout(max(max_seconds - builder.seconds["environment"], 0.0)):
+        async with code.timeout(max(max_seconds - builder.seconds["environment"], 0.0)):
             return await code.call(function, CLOSING_SECONDS)
 
 
@@ -179,7 +179,7 @@ async def _await_agent(
 async def _close(code: ForeignTask | DirectCalls, episode: Episode, id: str) -> None:
     """Close an episode; an error is only logged."""
     try:
-        async with asyncio.timeout(CLOSING_SECONDS):
+        async with code.timeout(CLOSING_SECONDS):
             await code.call(episode.close, CLOSING_SECONDS)
     except ForeignError as error:
         logger.warning("rollout %s: closing its episode failed: %s", id, error)

@@ -5,6 +5,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import weakref
@@ -85,6 +86,10 @@ class ForeignTask:
             raise ForeignError(explain(error)) from error
         return result
 
+    def timeout(self, seconds: float) -> asyncio.Timeout:
+        """Limit the time of the calls in an `async with` block; raises TimeoutError at its end."""
+        return asyncio.timeout(seconds)
+
     @property
     def is_stuck(self) -> bool:
         """Whether a call was cancelled, and has not ended."""
@@ -137,6 +142,10 @@ class DirectCalls:
             return await function()
         except BaseException as error:
             raise ForeignError(explain(error)) from error
+
+    def timeout(self, seconds: float) -> contextlib.AbstractAsyncContextManager[None]:
+        """Return a context without a limit, which could not end a call that never waits."""
+        return contextlib.nullcontext()
 
     def end(self) -> None:
         """Do nothing."""
