@@ -43,7 +43,7 @@ from marin_rl.training.loop import AbstractRun, train
 from marin_rl.training.open_run import Start
 from marin_rl.training.shared_run import require_same_config, require_shared_folder
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import exempt_from_collection, join_processes
+from marin_rl.utils.devices.setup import collect_rarely, exempt_from_collection, join_processes
 from marin_rl.utils.errors import Closing, UserError, explain
 from marin_rl.utils.host_status import StopRequestedError, exit_on_error, explain_errors, require_same_software
 from marin_rl.utils.logs import log_to, module_levels
@@ -223,7 +223,8 @@ def _train(
     with contextlib.ExitStack() as closing:
         stop = closing.enter_context(stop_on_signals(report))
         try:
-            run = open_this_run(dataclasses.replace(start, stop_requested=stop.is_set))
+            with collect_rarely():
+                run = open_this_run(dataclasses.replace(start, stop_requested=stop.is_set))
         except StopRequestedError:
             report("stopped before the first step, of which nothing is saved. Run the same command again to begin anew")
             return None

@@ -30,7 +30,7 @@ from marin_rl.training.evaluation import first_of_each
 from marin_rl.training.supervised_updates import SupervisedUpdates
 from marin_rl.types import Task
 from marin_rl.utils import multihost
-from marin_rl.utils.devices.setup import own_rows
+from marin_rl.utils.devices.setup import exempt_from_collection, own_rows
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.host_status import raise_if
 from marin_rl.utils.seeds import derive_seed
@@ -42,6 +42,7 @@ class WarmStartError(ValueError):
     """The environment does not support a warm start; the message names the missing data."""
 
 
+@exempt_from_collection()
 def warm_start(
     config: WarmStartConfig,
     model: TrainedPolicy,
