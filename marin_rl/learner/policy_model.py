@@ -33,6 +33,7 @@ from marin_rl.models.peft_format import save_peft_adapter
 from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.tokenization.hf_folder import save_tokenizer
 from marin_rl.utils import multihost
+from marin_rl.utils.devices.setup import platform_of
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.levanter_line import max_positions
 
@@ -57,8 +58,16 @@ def initialize_policy(
     def build(key: jax.Array) -> LmHeadModel:
         return trainer.mp.cast_to_param(only_arrays(config.build(Vocab, key=key)))
 
+    program = cast(Any, hax.named_jit)(
+        build, axis_resources=trainer.parameter_axis_mapping, compiler_options=_options_of_one_run(trainer)
+    )
     with trainer.use_device_mesh():
-        return hax.named_jit(build, axis_resources=trainer.parameter_axis_mapping)(key)
+        return program(key)
+
+
+def _options_of_one_run(trainer: TrainerConfig) -> dict[str, str] | None:
+    """Return XLA's options for a program that runs once: on a CPU, LLVM optimizes three times as long by default."""
+    return {"xla_backend_optimization_level": "1"} if platform_of(trainer) == "cpu" else None
 
 
 def load_hf_policy(
