@@ -11,7 +11,7 @@ belongs to `input_ids[t]`. A causal language model predicts token `t` at positio
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import equinox as eqx
@@ -22,10 +22,11 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import Bool, Int64, Shaped
 from levanter.layers.attention import AttentionMask
-from levanter.models.lm_model import LmExample
+from levanter.models.lm_model import LmConfig, LmExample
 
 from marin_rl.batching.packing import GroupRow, Prompt, RowLayout, Slot, choose_layout, count_microbatches
 from marin_rl.batching.rollout_batch import RolloutBatch
+from marin_rl.models.mixture import TOP_EXPERTS, mixture_shape
 from marin_rl.objectives.aggregation import AggregationConfig
 from marin_rl.types import no_expert
 from marin_rl.utils.levanter_line import lm_example
@@ -232,6 +233,23 @@ class RlExample(TokenRows):
     def to_lm_example(self) -> LmExample:
         """Convert to levanter's `LmExample`, with the loss mask at the predicting positions."""
         return lm_example(self.input_ids, to_predictors(self.loss_mask.astype(jnp.int32)), self.attention_mask)
+
+
+def empty_microbatch(layout: RowLayout, optional: Collection[str] = (), model: LmConfig | None = None) -> RlExample:
+    """Return a microbatch without content, with some optional arrays; `model` is that of chosen experts."""
+    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
+    shape = [axis.size for axis in axes]
+    names = [*(set(optional) - {"experts"}), *(() if layout.group is None else ("prompt_segment_ids",))]
+    dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name in names}
+    arrays = {name: NamedArray(cast(jax.Array, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}
+    if "experts" in optional:
+        assert model is not None
+        mixture = mixture_shape(model)
+        assert mixture is not None
+        axes = (*axes, Axis("layer", mixture.layers), Axis(TOP_EXPERTS, mixture.per_token))
+        chosen = np.zeros([axis.size for axis in axes], mixture.dtype)
+        arrays["experts"] = NamedArray(cast(jax.Array, chosen), axes)
+    return RlExample(**arrays, group=layout.group)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@
 choose the loss of every microbatch and the settings of every step.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from haliax import Axis
 from jax.sharding import Mesh
 from levanter.metrics import Metric, ReductionType, fold
 from levanter.models.lm_model import LmHeadModel
@@ -32,6 +34,8 @@ from marin_rl.learner.placement import has_shape, place, place_batch, placed_sha
 from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import metric, shard
+
+_COMPILER = concurrent.futures.ThreadPoolExecutor(1, "compiler")
 
 
 class NonFiniteUpdateError(UserError):
@@ -175,6 +179,7 @@ class Learner:
         self.trainer, self._mesh = trainer, trainer.device_mesh
         self._compute_mapping, self._parameter_mapping = trainer.compute_axis_mapping, trainer.parameter_axis_mapping
         self._program = functools.cache(self._make_program)
+        self._ahead: dict[tuple[Axis, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}
         compiled = functools.partial(
             cast(Any, hax.named_jit),
             axis_resources=self._parameter_mapping,
@@ -269,12 +274,27 @@ class Learner:
         Returns:
             The new state, which the next update may take at once, and the update's metrics.
         """
+        if (compiling := self._ahead.pop(microbatches[0].input_ids.axes, None)) is not None:
+            concurrent.futures.wait([compiling])
         with self._compiling():
             batch = place_batch(stack_microbatches(microbatches, self._capacity), self.trainer, num_rows)
             constants, leaves = _flatten(state)
             program = self._program(constants, tuple(leaf.sharding for leaf in leaves))
             leaves, update = program(leaves, batch, np.int32(len(microbatches)), self._frozen)
         return _unflatten(constants, leaves), update
+
+    def compile_ahead(self, model: eqx.Module, microbatch: RlExample) -> None:
+        """Compile the program of an update in a thread, for which the next update with this microbatch waits.
+
+        An error is left to the update, which compiles again.
+
+        Args:
+            model: shapes and dtypes of the trained weights.
+            microbatch: only its shapes are used.
+        """
+        state = placed_shape(self.state_shape(model), self._mesh, self._parameter_mapping)
+        # Jax keeps the compiled program with the lowered one, which an update finds.
+        self._ahead[microbatch.input_ids.axes] = _COMPILER.submit(self.lower(state, [microbatch]).compile)
 
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
         """Lower the program of an update without compiling it, for analysis of its memory and cost.

@@ -6,28 +6,25 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, cast
 
 import equinox as eqx
-import haliax as hax
 import haliax.partitioning
 import jax
 import jax.numpy as jnp
-import numpy as np
-from haliax import Axis
 from jax.sharding import Mesh
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from marin_rl.batching.packing import RowLayout
-from marin_rl.batching.rl_example import OPTIONAL_DTYPES, PER_TOKEN_DTYPES, RlExample
+from marin_rl.batching.rl_example import empty_microbatch
 from marin_rl.config.reference_config import CheckpointReferenceConfig
 from marin_rl.config.run_config import AbstractRunConfig
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.critic import ActorCritic, assemble
 from marin_rl.learner.placement import placed_shape
 from marin_rl.learner.policy_spec import PolicySpec, TrainedPolicy
-from marin_rl.models.mixture import TOP_EXPERTS, mixture_shape
+from marin_rl.models.mixture import mixture_shape
 from marin_rl.parts.model import AbstractModelParts
 from marin_rl.parts.rl import RunParts
 from marin_rl.parts.teacher import teacher_spec
@@ -210,14 +207,14 @@ def lower_update(run: RunShapes) -> jax.stages.Lowered:
     """Lower an update."""
     learner = run.parts.make_learner(run.layout, run.base, run.teacher)
     state = run.place(learner.state_shape(run.spec.trained))
-    return learner.lower(state, [_batch(run.layout, run.parts.optional_arrays, run.parts.model)])
+    return learner.lower(state, [empty_microbatch(run.layout, run.parts.optional_arrays, run.parts.model)])
 
 
 def lower_score(run: RunShapes) -> jax.stages.Lowered:
     """Lower the forward pass over a batch, for the reference or the learner's own log-probabilities."""
     scorer = run.parts.make_scorer(run.layout, pad_token_id=0)
     model = assemble(run.trained if run.parts.own_scorings else run.sent, run.base)
-    return scorer.lower(model, [_batch(run.layout)])
+    return scorer.lower(model, [empty_microbatch(run.layout)])
 
 
 def lower_weight_copy(run: RunShapes) -> jax.stages.Lowered:
@@ -309,23 +306,6 @@ def programs_of(parts: AbstractModelParts, hosts: int) -> list[str]:
         "weight copy": config.is_async,
     }
     return [name for name in LOWER if needed[name]]
-
-
-def _batch(layout: RowLayout, optional: Collection[str] = (), model: LmConfig | None = None) -> RlExample:
-    """Return a microbatch without content, with some optional arrays; `model` is that of chosen experts."""
-    axes = (Axis("batch", layout.rows_per_microbatch), Axis("position", layout.tokens_per_row))
-    shape = [axis.size for axis in axes]
-    names = [*(set(optional) - {"experts"}), *(() if layout.group is None else ("prompt_segment_ids",))]
-    dtypes = PER_TOKEN_DTYPES | {name: OPTIONAL_DTYPES[name] for name in names}
-    arrays = {name: hax.NamedArray(cast(Any, np.zeros(shape, dtype)), axes) for name, dtype in dtypes.items()}
-    if "experts" in optional:
-        assert model is not None
-        mixture = mixture_shape(model)
-        assert mixture is not None
-        axes = (*axes, Axis("layer", mixture.layers), Axis(TOP_EXPERTS, mixture.per_token))
-        chosen = np.zeros([axis.size for axis in axes], mixture.dtype)
-        arrays["experts"] = hax.NamedArray(cast(Any, chosen), axes)
-    return RlExample(**arrays, group=layout.group)
 
 
 def _output_shapes(program: Any, *arguments: Any) -> Any:

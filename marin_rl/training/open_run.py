@@ -8,11 +8,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import equinox as eqx
+import jax
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
+from marin_rl.batching.packing import choose_layout
+from marin_rl.batching.rl_example import empty_microbatch
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.ray_cluster import check_worker_devices
 from marin_rl.config.sections import Mode
@@ -126,10 +130,14 @@ def open_run(kind: type[RunParts], config: TrainConfig, data: None, start: Start
             with interruptible():
                 policy = parts.first_policy()
             runner = _open_runner(parts, reward_functions, policy, version=0)
+            if config.num_steps > 0:
+                _compile_ahead(parts, parts.assemble(policy).vocab_size)
             trainer_state, progress = _start(parts, policy, runner, store, start)
         else:
             trainer_state, progress = loaded.state, loaded.progress
             report_resume(loaded, checkpoints, report)
+            if config.num_steps > progress.step:
+                _compile_ahead(parts, progress.vocab_size)
             runner = _open_runner(parts, reward_functions, policy_of(trainer_state.model), progress.step)
         rollout_source = _open_rollout_source(parts, inputs, runner, progress)
         replay = config.effective_replay
@@ -323,6 +331,19 @@ def _start(
         with writing(store.folder):
             store.write(0, groups, {}, EVALUATION)
     return state, progress
+
+
+def _compile_ahead(parts: RunParts, vocab_size: int) -> None:
+    """Compile the update while the first rollouts are sampled, for a batch of rollouts of the longest lengths.
+
+    Only on a CPU: for a GPU, XLA chooses kernels by their time, which the sampler would disturb.
+    """
+    if parts.config.kl.needs_teacher or jax.process_count() > 1 or platform_of(parts.trainer) != "cpu":
+        return
+    step = parts.equal_step()
+    layout, _ = choose_layout(step.of_update, parts.layout, prompts=step.prompts)
+    microbatch = empty_microbatch(layout, parts.optional_arrays, parts.model)
+    parts.learner.compile_ahead(cast(eqx.Module, parts.policy_spec(vocab_size).trained), microbatch)
 
 
 def _initial_policy(parts: RunParts, checkpoints: Checkpoints) -> TrainedPolicy:

@@ -196,6 +196,16 @@ def test_a_batch_above_the_capacity_compiles_once(tiny, learner) -> None:
     assert compiled == []
 
 
+@pytest.mark.medium
+def test_an_update_uses_the_program_that_was_compiled_ahead(tiny, trainer) -> None:
+    learner, example = tiny.make_learner(trainer), tiny.make_example()
+    state = tiny.fresh_state(learner)
+    with tiny.counted_compiles() as compiled:
+        learner.compile_ahead(jax.eval_shape(lambda: state.model), example)
+        learner.update(state, [example])
+    assert len(compiled) == 1
+
+
 def with_experts(example: RlExample, seed: int) -> RlExample:
     """The microbatch with random chosen experts."""
     axes = (*example.input_ids.axes, hax.Axis("layer", 2), hax.Axis("top_experts", 3))
