@@ -3,6 +3,9 @@
 
 """Start-up times: imports, `--dry_run`, and the first update, without and with cached programs.
 
+Seconds depend on what else the machine does. CPU seconds depend on it less, and `taskset -c 0` before the command keeps
+all threads on one core.
+
     python -m experiments.lab.benchmarks.benchmark_startup
     python -m experiments.lab.benchmarks.benchmark_startup --config experiments/jsonl_start.yaml --repeats 5
 
@@ -10,6 +13,7 @@ Every measurement uses a separate process. A run gets a fresh run directory and 
 gets another run directory and the same cache. The user's compilation cache is not used.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.benchmarks.measured_start import CPU_SECONDS
 from experiments.lab.benchmarks.measurement import (
     BenchmarkedRunError,
     benchmark_parser,
@@ -29,9 +34,9 @@ from experiments.lab.benchmarks.measurement import (
     spread,
     timed,
 )
-from marin_rl.runs.metrics_file import read_records
 
-MODULES = ("jax", "levanter", "marin_rl.train")
+MODULES = ("jax", "levanter", "marin_rl.train", "marin_rl.sessions.session")
+"""Modules whose imports are timed; the last one is that of a training session."""
 
 SHORT_RUN = (
     # Start with RL, without an evaluation between the start of RL and the first update's record.
@@ -43,18 +48,24 @@ SHORT_RUN = (
 """Settings of a short run for timing its start; later arguments override these."""
 
 POLL_SECONDS = 0.02
+SECONDS = "seconds"
+"""Key of the seconds until the first update, next to those of `measured_start`."""
 
 
 def measure_imports(repeats: int) -> dict[str, Any]:
-    """Return the seconds of `import` of each module in a fresh interpreter, after a warm-up import."""
-    seconds: dict[str, list[float]] = {module: [] for module in MODULES}
+    """Return seconds and CPU seconds of `import` of each module in a fresh interpreter, after a warm-up import."""
+    found: dict[str, list[list[float]]] = {module: [] for module in MODULES}
     for repeat in range(repeats + 1):
-        for module, values in seconds.items():
-            code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
-            printed = _run([sys.executable, "-c", code])
+        for module, values in found.items():
+            clocks = "[time.perf_counter(), time.process_time()]"
+            code = f"import time; start = {clocks}; import {module}; print(*start, *{clocks})"
+            first, first_cpu, last, last_cpu = map(float, _run([sys.executable, "-c", code]).split())
             if repeat:
-                values.append(float(printed))
-    return {module: spread(values) for module, values in seconds.items()}
+                values.append([last - first, last_cpu - first_cpu])
+    return {
+        unit: {module: spread([value[index] for value in values]) for module, values in found.items()}
+        for index, unit in enumerate(("import_seconds", "import_cpu_seconds"))
+    }
 
 
 def measure_dry_run(train_arguments: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -64,45 +75,43 @@ def measure_dry_run(train_arguments: Sequence[str], repeats: int) -> dict[str, A
 
 
 def measure_first_update(train_arguments: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time the start of a process until the record of the first update, with an empty and with a filled cache.
+    """Measure a process until the record of the first update, with an empty and with a filled cache.
 
     Args:
         train_arguments: a command line of `marin_rl.train` for a short run; run directory and cache are added.
         repeats: pairs of runs, each pair with a fresh cache.
     """
-    cold: list[float] = []
-    warm: list[float] = []
-    programs: list[int] = []
+    found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
-            cache = Path(folder) / "cache"
-            for name, values in (("cold", cold), ("warm", warm)):
-                values.append(_seconds_to_first_update(train_arguments, Path(folder) / name, cache))
-                say(f"first update with a {name} cache after {values[-1]:.1f} s")
-            programs.append(sum(1 for path in cache.rglob("*-cache")))
-    return {
-        "cold_cache_seconds": spread(cold),
-        "warm_cache_seconds": spread(warm),
-        "cold_over_warm": ratios(cold, warm),
-        "programs_in_cache": spread(programs),
+            for name, runs in found.items():
+                runs.append(_first_update(train_arguments, Path(folder) / name, Path(folder) / "cache"))
+                say(f"first update with a {name} cache after {runs[-1][SECONDS]:.1f} s: {runs[-1]}")
+    figures: dict[str, Any] = {
+        f"{name}_cache_{key}": spread([run[key] for run in runs]) for name, runs in found.items() for key in runs[0]
     }
+    for key in (SECONDS, CPU_SECONDS):
+        cold, warm = ([run[key] for run in runs] for runs in found.values())
+        figures[f"cold_over_warm_{key}"] = ratios(cold, warm)
+    return figures
 
 
-def _seconds_to_first_update(train_arguments: Sequence[str], run_dir: Path, cache: Path) -> float:
+def _first_update(train_arguments: Sequence[str], run_dir: Path, cache: Path) -> dict[str, float]:
+    result, log = run_dir.with_suffix(".json"), run_dir.with_suffix(".printed")
     places = [f"--run_dir={run_dir}", f"--trainer.jax_compilation_cache_dir={cache}"]
-    command = [sys.executable, "-m", "marin_rl.train", *train_arguments, *places]
-    log = run_dir.with_suffix(".printed")
+    program = "experiments.lab.benchmarks.measured_start"
+    command = [sys.executable, "-m", program, str(result), *train_arguments, *places]
     elapsed = None
     with log.open("wb") as output:
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment()) as process:
             while elapsed is None and process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                if any(record["step"] >= 1 for record in read_records(run_dir / "metrics.jsonl")):
+                if result.exists():
                     elapsed = time.perf_counter() - start
     if elapsed is None or process.returncode:
         raise BenchmarkedRunError(f"{command} ended with status {process.returncode}:\n{log.read_text()}")
-    return elapsed
+    return {SECONDS: elapsed, **json.loads(result.read_text())}
 
 
 def _run(command: Sequence[str]) -> str:
@@ -125,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, rest = parser.parse_known_args(argv)
     train_arguments = [*SHORT_RUN, *config_arguments(rest)]
     figures = {
-        "import_seconds": measure_imports(arguments.repeats),
+        **measure_imports(arguments.repeats),
         "dry_run_seconds": measure_dry_run(train_arguments, arguments.repeats),
         "first_update": measure_first_update(train_arguments, arguments.repeats),
     }
