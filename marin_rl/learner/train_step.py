@@ -35,8 +35,6 @@ from marin_rl.utils.devices.trainer_config import TrainerConfig
 from marin_rl.utils.errors import UserError
 from marin_rl.utils.levanter_line import metric, shard
 
-_COMPILER = concurrent.futures.ThreadPoolExecutor(1, "compiler")
-
 
 class NonFiniteUpdateError(UserError):
     """A loss or gradient was NaN or infinite; the weights are unchanged."""
@@ -293,8 +291,10 @@ class Learner:
             microbatch: only its shapes are used.
         """
         state = placed_shape(self.state_shape(model), self._mesh, self._parameter_mapping)
+        lowered, compiler = self.lower(state, [microbatch]), concurrent.futures.ThreadPoolExecutor(1, "compiler")
         # Jax keeps the compiled program with the lowered one, which an update finds.
-        self._ahead[microbatch.input_ids.axes] = _COMPILER.submit(self.lower(state, [microbatch]).compile)
+        self._ahead[microbatch.input_ids.axes] = compiler.submit(lowered.compile)
+        compiler.shutdown(wait=False)
 
     def lower(self, state: TrainerState, microbatches: Sequence[RlExample]) -> jax.stages.Lowered:
         """Lower the program of an update without compiling it, for analysis of its memory and cost.
