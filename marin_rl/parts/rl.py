@@ -12,6 +12,8 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int64
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import Prompt, RowLayout
@@ -41,6 +43,7 @@ from marin_rl.tokenization.chat import ChatTokenizer
 from marin_rl.types import WeightVersion
 from marin_rl.utils.errors import Closing
 from marin_rl.utils.event_loop import BackgroundLoop
+from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.timing import notice_if_long
 
 
@@ -292,7 +295,7 @@ class RunParts(AbstractModelParts):
         """Return a step with rollouts of these lengths; None for the longest."""
         rollouts, updates, count = self.config.rollouts, self.config.updates, self.config.rollouts.rollouts_per_step
         lengths = lengths or longest_rollout(self.config)
-        per_update = -(-count // updates.minibatches)
+        of_update = self.minibatches(count, step=1, epoch=0)[0].tolist()
         return EqualStep(
             f"{rollouts.prompts_per_step:,} prompts x {rollouts.group_size} = {count:,} rollouts of "
             f"{lengths.prompt:,} + {lengths.answer:,} tokens",
@@ -300,9 +303,20 @@ class RunParts(AbstractModelParts):
             rollouts.prompts_per_step,
             count,
             updates.per_step,
-            [[min(sum(lengths), rollouts.max_length)]] * per_update,
-            [[Prompt(str(i // rollouts.group_size).encode(), lengths.prompt - 1)] for i in range(per_update)],
+            [[min(sum(lengths), rollouts.max_length)]] * len(of_update),
+            [[Prompt(str(index // rollouts.group_size).encode(), lengths.prompt - 1)] for index in of_update],
         )
+
+    def minibatches(self, count: int, step: int, epoch: int) -> list[Int64[np.ndarray, " some"]]:
+        """Return the indices of the rollouts of each update of an epoch, in ascending order.
+
+        Several updates split the `count` rollouts of a step at random, and so the groups, in each epoch differently.
+        """
+        updates, order = self.config.updates, np.arange(count)
+        if updates.per_step > 1:
+            seed = derive_seed(self.config.seed, "minibatches", step, epoch)
+            order = np.random.default_rng(seed).permutation(count)
+        return list(map(np.sort, np.array_split(order, updates.minibatches)))
 
     @functools.cached_property
     def loss(self) -> RlLoss:

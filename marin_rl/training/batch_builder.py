@@ -26,7 +26,6 @@ from marin_rl.parts.rl import RunParts
 from marin_rl.runs.stored_rollout import StoredAdvantages
 from marin_rl.types import Rollout, RolloutGroup, RolloutStatus, make_unchecked
 from marin_rl.utils.devices.setup import own_rows
-from marin_rl.utils.seeds import derive_seed
 from marin_rl.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -185,14 +184,10 @@ class BatchBuilder:
         would take a step that is several times too large. `batch` has advantages. The run's seed and `step` determine
         the assignment of rollouts to minibatches.
         """
-        updates, count = self.config.updates, len(batch.ids)
+        updates = self.config.updates
         for epoch in range(updates.epochs):
-            order = np.arange(count)
-            if updates.per_step > 1:
-                seed = derive_seed(self.config.seed, "minibatches", step, epoch)
-                order = np.random.default_rng(seed).permutation(count)
-            for part in np.array_split(order, updates.minibatches):
-                minibatch = batch if updates.minibatches == 1 else batch.take(np.sort(part))
+            for part in self.parts.minibatches(len(batch.ids), step, epoch):
+                minibatch = batch if updates.minibatches == 1 else batch.take(part)
                 if self.have_signal(minibatch).any() or (self.updates_without_signal and minibatch.loss_mask.any()):
                     yield pack_batch(
                         minibatch,

@@ -618,6 +618,16 @@ def test_minibatches_depend_on_epoch_step_and_seed():
     assert split(config, 16, seed=1)[:2] != first
 
 
+def test_an_equal_step_has_the_prompts_of_the_first_minibatch():
+    updates = UpdateConfig(minibatches=4)
+    step = bare_builder(make_config(updates=updates, policy_loss=PpoClipLossConfig())).parts.equal_step()
+    assert step.prompts is not None
+    # Rollouts have the numbers from 1 on, four for each prompt.
+    expected = [str((number - 1) // 4).encode() for number in split(updates, 16)[0]]
+    assert [prompt.token_ids for [prompt] in step.prompts] == expected
+    assert len(set(expected)) > 1
+
+
 def test_empty_minibatches_are_skipped():
     assert sorted(split(UpdateConfig(minibatches=4), 3)) == [[1], [2], [3]]
 
