@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.packing import Prompt, RowLayout
+from marin_rl.batching.packing import Prompt, RowLayout, choose_layout
 from marin_rl.batching.rows import GroupSizes
 from marin_rl.config.reference_config import decays
 from marin_rl.config.sections import Mode, RoutingReplay
@@ -306,6 +306,19 @@ class RunParts(AbstractModelParts):
             [[min(sum(lengths), rollouts.max_length)]] * len(of_update),
             [[Prompt(str(index // rollouts.group_size).encode(), lengths.prompt - 1)] for index in of_update],
         )
+
+    @property
+    def likely_layout(self) -> RowLayout | None:
+        """Layout that the longest rollouts and those of half their length have, so that others likely have it; or None.
+
+        Rollouts of several turns may end early, and then often have another layout than the longest ones.
+        """
+        longest = self.equal_step()
+        half = self.equal_step(Lengths(*(-(-length // 2) for length in longest.lengths)))
+        of_longest, of_half = (
+            choose_layout(step.of_update, self.layout, prompts=step.prompts)[0] for step in (longest, half)
+        )
+        return of_longest if of_longest == of_half else None
 
     def minibatches(self, count: int, step: int, epoch: int) -> list[Int64[np.ndarray, " some"]]:
         """Return the indices of the rollouts of each update of an epoch, in ascending order.

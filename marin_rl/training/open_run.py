@@ -15,7 +15,6 @@ import jax
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import TrainerState
 
-from marin_rl.batching.packing import choose_layout
 from marin_rl.batching.rl_example import empty_microbatch
 from marin_rl.config.input_files import Inputs, digest_inputs
 from marin_rl.config.ray_cluster import check_worker_devices
@@ -334,14 +333,14 @@ def _start(
 
 
 def _compile_ahead(parts: RunParts, vocab_size: int) -> None:
-    """Compile the update while the first rollouts are sampled, for a batch of rollouts of the longest lengths.
+    """Compile the update while the first rollouts are sampled, if the layout of its batch is likely.
 
     Only on a CPU: for a GPU, XLA chooses kernels by their time, which the sampler would disturb.
     """
     if parts.config.kl.needs_teacher or jax.process_count() > 1 or platform_of(parts.trainer) != "cpu":
         return
-    step = parts.equal_step()
-    layout, _ = choose_layout(step.of_update, parts.layout, prompts=step.prompts)
+    if (layout := parts.likely_layout) is None:
+        return
     microbatch = empty_microbatch(layout, parts.optional_arrays, parts.model)
     parts.learner.compile_ahead(cast(eqx.Module, parts.policy_spec(vocab_size).trained), microbatch)
 

@@ -64,6 +64,16 @@ def test_layout_of_a_microbatch():
         assert RunParts(config(policy_loss=loss), trainer).layout.whole_rollouts
 
 
+def test_a_layout_is_likely_if_shorter_rollouts_have_it_too():
+    # A row of 128 positions has as many rollouts of 64 tokens as two rows of 64, but more of the shorter ones.
+    chosen = RolloutConfig(max_length=64, share_prompts=False)
+    trainer = start_devices(TrainerConfig(), rows_per_device=6)
+    assert RunParts(config(rollouts=chosen), trainer).likely_layout is None
+    for packing in (True, False):
+        parts = RunParts(config(rollouts=dataclasses.replace(chosen, packing=packing)), trainer)
+        assert parts.likely_layout == parts.layout
+
+
 def test_packing_is_chosen_between_rows_of_both_lengths():
     trainer = start_devices(TrainerConfig(), rows_per_device=6)
     (unpacked,) = RunParts(config(rollouts=RolloutConfig(max_length=32)), trainer).layout.alternatives
