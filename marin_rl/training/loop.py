@@ -136,7 +136,6 @@ class TrainingRun(AbstractRun[TrainConfig]):
     def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Collect groups, train on them and publish the new weights; return the metrics of the step."""
         started, timer, progress = time.perf_counter(), PhaseTimer(), self.progress
-        compiled = compile_clock().seconds
         step = progress.step + 1
         collected = self.collector.collect(self.state, step, timer, stop_requested)
         self.failures.add(f"step {step}", collected.finished)
@@ -167,7 +166,7 @@ class TrainingRun(AbstractRun[TrainConfig]):
         metrics["updates/skipped"] = float(self.config.updates.per_step - len(updates))
         metrics |= {"episode": float(progress.episodes), "updates": float(progress.updates)}
         metrics |= throughput_metrics(collected.finished, updates, timer.seconds, elapsed)
-        metrics["seconds/compile"] = compile_clock().seconds - compiled
+        metrics["seconds/compile"] = compile_clock().since(started)
         self.advice.add(step, collected.sampled, metrics)
         assert self.config.model is not None
         return metrics | model_flops_utilization(

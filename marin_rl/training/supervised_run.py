@@ -80,7 +80,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
 
     def train_step(self, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Update the weights with the batch of the next step; return the metrics of the step."""
-        started, timer, compiled = time.perf_counter(), PhaseTimer(), compile_clock().seconds
+        started, timer = time.perf_counter(), PhaseTimer()
         progress, step = self.progress, self.progress.step + 1
         with timer.phase("batch"):
             packed = self.step_updates.batch(step)
@@ -100,7 +100,7 @@ class SupervisedRun(AbstractRun[AbstractSupervisedConfig]):
             "batch/microbatches": float(len(packed.microbatches)),
             **{f"seconds/{phase}": timer.seconds[phase] for phase in ("batch", "step")},
             "seconds/total": time.perf_counter() - started,
-            "seconds/compile": compile_clock().seconds - compiled,
+            "seconds/compile": compile_clock().since(started),
         }
         assert self.config.model is not None
         return metrics | model_flops_utilization(

@@ -46,6 +46,14 @@ class CompileClock:
             self._spans.append((start, end))
             self.seconds += end - start
 
+    def since(self, start: float) -> float:
+        """Return the seconds after a time of `time.perf_counter` in which programs were compiled that are complete.
+
+        A compilation in another thread may have begun before.
+        """
+        with self._lock:
+            return sum(last - max(first, start) for first, last in self._spans if last > start)
+
 
 @functools.cache
 def compile_clock() -> CompileClock:
