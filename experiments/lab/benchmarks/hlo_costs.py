@@ -13,7 +13,11 @@ SILENT = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitc
 """Opcodes that move no data."""
 VIEWS = frozenset(("bitcast", "convert", "reshape", "transpose"))
 """Opcodes that read an element of their operand for each element of the result, inside a fusion."""
-UNKNOWN_COST = frozenset(("while", "conditional", "call", "convolution", "fft", "async-start", "async-done"))
+UNKNOWN_COST = frozenset(
+    ("while", "conditional", "call", "convolution", "fft", "ragged-dot", "async-start", "async-done")
+)
+COLLECTIVES = ("all-", "collective-", "ragged-all-", "reduce-scatter")
+"""Starts of the opcodes that wait for other devices."""
 GEMM = "__cublas$"
 """Start of the targets of custom calls that are matrix products."""
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -78,11 +82,12 @@ class Hlo:
         """Return the cost of the instruction with this name, or of the kernel that computes it.
 
         Slices, gathers, updates of slices and scatters read and write the slices, as in XLA's analysis. FLOPs are those
-        of matrix products. The cost of loops, calls and custom calls is unknown, except for products by cuBLAS.
+        of matrix products. The cost of loops, calls, collectives and custom calls is unknown, except for products by
+        cuBLAS.
         """
         instruction = self._instructions[name]
         is_custom = instruction.opcode == "custom-call" and not _is_product(instruction)
-        if is_custom or instruction.opcode in SILENT | UNKNOWN_COST or instruction.opcode.startswith(("all-", "coll")):
+        if is_custom or instruction.opcode in SILENT | UNKNOWN_COST or instruction.opcode.startswith(COLLECTIVES):
             return Cost()
         read = sum(self._read(instruction, position) for position in range(len(instruction.operands)))
         return Cost(read + self._written(instruction), self._flops(instruction))

@@ -97,6 +97,7 @@ ENTRY %main (x: f32[64,128], w: f32[128,256], t: f32[16,64]) -> f32[64,256] {
   %w = f32[128,256]{1,0} parameter(1)
   %t = f32[16,64]{1,0} parameter(2)
   %cublas-gemm.1.0 = (f32[64,256]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %reduce-scatter.1 = f32[64,64]{1,0} reduce-scatter(%x), channel_id=1, dimensions={1}, to_apply=%region_1
   %step = s32[] constant(3)
   %row = f32[64]{0} slice(%t), slice={[0:1], [0:64]}
   %updates_fusion = (f32[16,64]{1,0}, f32[64]{0}) fusion(%t, %step, %row), kind=kLoop, calls=%fused_updates
@@ -124,6 +125,7 @@ ENTRY %main (x: f32[64,128], w: f32[128,256], t: f32[16,64]) -> f32[64,256] {
         ("row", Cost(2 * 64 * 4, 0)),
         ("pallas_call.8", Cost()),
         ("while.23", Cost()),
+        ("reduce-scatter.1", Cost()),
     ],
 )
 def test_the_costs_of_instructions_of_a_gpu_program(name: str, expected: Cost) -> None:
