@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from experiments.lab.benchmarks.measurement import ratios, say, shown, spread
 from experiments.lab.benchmarks.peer_environment import PEERS
 from marin_rl.runs.run_directory import check_output
+from marin_rl.utils.signals import interruptible
 
 ROOT = Path(__file__).parents[3]
 PREFIX = "benchmark_"
@@ -255,7 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = run_suite(arguments.names, given, run_benchmark)
     else:
         try:
-            with checked_out(arguments.compare_to) as tree:
+            # A signal, too, removes the worktree.
+            with interruptible(), checked_out(arguments.compare_to) as tree:
                 run = functools.partial(run_pairs, tree=tree, commit=arguments.compare_to, pairs=arguments.pairs)
                 report = run_suite(arguments.names, given, run)
         except CommitError as error:

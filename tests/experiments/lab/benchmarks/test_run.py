@@ -4,6 +4,7 @@
 """The suite with fake benchmarks: arguments, order, failures, table and JSON; and comparisons with a commit."""
 
 import json
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,3 +136,23 @@ def test_a_comparison_without_the_commit_or_its_benchmark_fails(
     assert "--compare_to missing: fatal: invalid reference: missing" in capsys.readouterr().err
     assert compare(repository, name="sampling") == 1
     assert "has no benchmark sampling" in capsys.readouterr().err
+
+
+def test_a_signal_removes_the_checkout(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = []
+
+    def stop(name: str, arguments: Sequence[str], tree: Path) -> Finished:
+        trees.append(tree)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal has not ended the comparison")
+
+    monkeypatch.setattr(run, "run_benchmark", stop)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compare(repository)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not trees[0].exists()
+    listed = subprocess.run(["git", "worktree", "list"], cwd=repository, capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 1
