@@ -148,7 +148,7 @@ class AbstractEnvironment(abc.ABC):
 
     @property
     def waits(self) -> bool:
-        """Whether its episodes may wait for anything; calls that never do are cheaper. True by default."""
+        """Whether its episodes may wait for anything. Calls that never do are cheaper, and fail if they do wait."""
         return True
 
     @abc.abstractmethod

@@ -136,12 +136,22 @@ class DirectCalls:
         """Return the result of a coroutine function that never waits.
 
         Raises:
-            ForeignError: if it raises anything.
+            ForeignError: if it raises anything, or waits, for which there is no time limit.
         """
-        try:
+
+        async def answer() -> Result:
             return await function()
+
+        coroutine = answer()
+        try:
+            coroutine.send(None)
+        except StopIteration as ended:
+            return ended.value
         except BaseException as error:
             raise ForeignError(explain(error)) from error
+        with contextlib.suppress(BaseException):
+            coroutine.close()
+        raise ForeignError("it waits, although `waits` of its environment is False; set that to True")
 
     def timeout(self, seconds: float) -> contextlib.AbstractAsyncContextManager[None]:
         """Return a context without a limit, which could not end a call that never waits."""

@@ -4,6 +4,7 @@
 import asyncio
 import contextvars
 import gc
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,14 @@ from typing import Any
 
 import pytest
 
-from marin_rl.utils.event_loop import BackgroundJob, BackgroundLoop, ForeignError, ForeignTask, run_in_thread
+from marin_rl.utils.event_loop import (
+    BackgroundJob,
+    BackgroundLoop,
+    DirectCalls,
+    ForeignError,
+    ForeignTask,
+    run_in_thread,
+)
 from tests.hostile_errors import HOSTILE_ERRORS
 
 
@@ -141,6 +149,45 @@ def test_an_error_of_foreign_code_ends_neither_its_task_nor_the_caller(name: str
     assert text in described
     assert len(described.encode()) < 10_000
     assert task_name == "episode 7"
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_direct_call_that_waits_fails(ignores: bool):
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if ignores:
+                await asyncio.Event().wait()
+
+    async def at_once() -> str:
+        return "done"
+
+    async def main() -> str:
+        calls = DirectCalls()
+        with pytest.raises(ForeignError, match="it waits, although `waits` of its environment is False"):
+            await calls.call(wait, 0.0)
+        return await calls.call(at_once, 0.0)
+
+    assert asyncio.run(main()) == "done"
+
+
+@pytest.mark.parametrize("name", HOSTILE_ERRORS)
+def test_a_direct_call_raises_only_foreign_errors(name: str):
+    error, message = HOSTILE_ERRORS[name]
+
+    async def fail() -> None:
+        raise error
+
+    def fail_at_once() -> Any:
+        raise error
+
+    async def main() -> None:
+        for function in (fail, fail_at_once):
+            with pytest.raises(ForeignError, match=re.escape(message)):
+                await DirectCalls().call(function, 0.0)
+
+    asyncio.run(main())
 
 
 def test_foreign_code_can_cancel_its_task_and_keeps_its_context_variables():
