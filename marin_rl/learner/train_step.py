@@ -284,7 +284,7 @@ class Learner:
     def compile_ahead(self, model: eqx.Module, microbatch: RlExample) -> None:
         """Compile the program of an update in a thread, for which the next update with this microbatch waits.
 
-        An error is left to the update, which compiles again.
+        An error of compiling is left to the update, which compiles again.
 
         Args:
             model: shapes and dtypes of the trained weights.
