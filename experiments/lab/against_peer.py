@@ -23,7 +23,7 @@ from typing import Any
 
 from levanter.optim.config import AdamConfig
 
-from experiments.lab.benchmarks.peer_environment import default_folder, peer_python, peer_versions
+from experiments.lab.benchmarks.peer_environment import compilation_cache, default_folder, peer_python, peer_versions
 from experiments.lab.benchmarks.watched_process import available_cores, watch
 from experiments.lab.objectives import start
 from experiments.lab.results.runs import AGAINST, LABELS, OURS, ROOT, Record, add, own_versions, read, scores
@@ -80,10 +80,7 @@ def record(label: str, seed: int, command: list[str], folder: Path, versions: di
     folder.mkdir(parents=True)
     lines = folder / "metrics.jsonl"
     log = folder.with_suffix(".log")
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-    }
+    cache = compilation_cache(folder.parent / "compiled")
     watched = watch(command, lines, log, cores=available_cores(), cwd=ROOT, env=os.environ | cache, timeout=TIMEOUT)
     steps, sampled, greedy = scores(folder)
     seconds = cpu = 0.0

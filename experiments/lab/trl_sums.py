@@ -9,7 +9,6 @@ Appends one JSON object per step to the output, with the names of marin_rl's met
 with `model.generate`, sampled at temperature 1 and greedily, as often as marin_rl evaluates.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -20,6 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from experiments.lab.benchmarks.peer_arguments import parse_peer
 from experiments.lab.benchmarks.trl_run import trainer_config
 
 Problem = dict[str, Any]
@@ -95,11 +95,7 @@ def sums_config(problem: Problem, folder: Path, rows: int) -> GRPOConfig:
 
 def main() -> None:
     """Train, and write the metrics."""
-    parser = argparse.ArgumentParser(description="TRL's side of against_peer")
-    parser.add_argument("--problem", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", type=int, required=True)
-    arguments = parser.parse_args()
+    arguments = parse_peer("TRL's side of against_peer", steps=False)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     problem = json.loads((arguments.problem / "problem.json").read_text())
     prompts, answers = zip(*problem["train"], strict=True)

@@ -9,25 +9,20 @@ Appends one JSON object per step to the output, with the names of marin_rl's met
 with Tunix's sampler, at temperature 1 and greedily, as often as marin_rl evaluates.
 """
 
-import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from experiments.lab.benchmarks.peer_arguments import parse_peer
 from experiments.lab.benchmarks.tunix_run import AfterStep, batches, make_learner
 
 
 def main() -> None:
     """Train, and write the metrics."""
-    parser = argparse.ArgumentParser(description="Tunix's side of against_peer")
-    parser.add_argument("--problem", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", type=int, required=True)
-    arguments = parser.parse_args()
+    arguments = parse_peer("Tunix's side of against_peer", steps=False)
     problem = json.loads((arguments.problem / "problem.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(arguments.problem / "model")
 

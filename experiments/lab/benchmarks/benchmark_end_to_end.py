@@ -31,7 +31,13 @@ from experiments.lab.benchmarks.measurement import (
     say,
     spread,
 )
-from experiments.lab.benchmarks.peer_environment import PEERS, default_folder, peer_python, peer_versions
+from experiments.lab.benchmarks.peer_environment import (
+    PEERS,
+    compilation_cache,
+    default_folder,
+    peer_python,
+    peer_versions,
+)
 from experiments.lab.benchmarks.watched_process import WatchedRun, available_cores, pinned, watch
 from experiments.lab.benchmarks.words_problem import SIZES, Size
 
@@ -137,10 +143,7 @@ def run_peer(
     """
     lines = folder / "steps.jsonl"
     command = [str(python), "-m", f"experiments.lab.benchmarks.{peer}_run", "--problem", str(problem)]
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(caches / f"{peer}-{len(cores)}-cores"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-    }
+    cache = compilation_cache(caches / f"{peer}-{len(cores)}-cores")
     watched = watch(
         [*command, "--output", str(lines), "--steps", str(steps), "--rows", str(rows)],
         lines,

@@ -38,6 +38,8 @@ from experiments.lab.benchmarks.measurement import load_config, timed, without_c
 from marin_rl.config.train_config import TrainConfig
 from marin_rl.learner.policy_model import initialize_policy, save_hf_policy
 from marin_rl.parts.rl import RunParts
+from marin_rl.pods.chips import CHIPS
+from marin_rl.runs.metrics_file import read_records
 from marin_rl.tokenization.load import byte_tokenizer
 from marin_rl.utils.devices.setup import DeviceError, device_peak_bytes, start_devices
 from marin_rl.utils.host_status import software_versions
@@ -51,8 +53,9 @@ GRADIENT_LIMITS = {"cpu": {"float32": 1e-4, "bfloat16": 0.2}, "gpu": {"float32":
 """Largest relative error (norms) of the gradient of one tensor."""
 VOCAB = 151_936
 """Tokens of Qwen3."""
-MEMORY_BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
-"""Bytes a second of the memory, by a part of the device's name: NVIDIA's data sheets of the SXM modules."""
+MEMORY_BANDWIDTH = {"H100": CHIPS["h100"].memory_bandwidth, "H200": 4.8e12}
+"""Bytes a second of the memory, by a part of the device's name; that of an H200 is NVIDIA's data sheet of the SXM
+module."""
 
 
 class Result(NamedTuple):
@@ -231,7 +234,7 @@ def _train(settings: Settings, name: str, arguments: Sequence[str]) -> Result:
     start = time.perf_counter()
     fresh = ["--config", f"experiments/{name}.yaml", "--run_dir", str(run_dir), *needs_gpu(settings), *arguments]
     _command("marin_rl.train", fresh)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(run_dir / "metrics.jsonl")
     curve = [value for record in records for key, value in record.items() if key.endswith("/accuracy_sampled")]
     steps = [record["seconds/total"] for record in records if "seconds/total" in record]
     mismatch = max(record.get("mismatch/logprob_difference_mean", 0.0) for record in records)
@@ -390,7 +393,7 @@ def step(settings: Settings) -> Result:
     _command(
         "marin_rl.train", arguments, XLA_FLAGS=f"--xla_dump_to={programs} --xla_dump_hlo_module_re=.*decode|.*update"
     )
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(run_dir / "metrics.jsonl")
     # The first one compiles, and tracing makes the fourth one slower.
     steps = [record for record in records if record.get("step") in (2, 3, 5, 6, 7)]
     rates = [one["tokens/sampled_per_second"] * one["seconds/sample"] / one["seconds/total"] for one in steps]

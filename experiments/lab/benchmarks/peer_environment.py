@@ -79,6 +79,11 @@ def peer_versions(peer: str, python: Path) -> dict[str, str]:
     return dict(zip(names, json.loads(found.stdout), strict=True))
 
 
+def compilation_cache(folder: Path) -> dict[str, str]:
+    """Return the variables that keep jax's compiled programs in a folder, with marin_rl's threshold."""
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+
+
 def _run(command: Sequence[str], timeout: float) -> str | None:
     """Run a command; return None if it succeeds, otherwise the end of its output."""
     try:

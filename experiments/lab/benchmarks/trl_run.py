@@ -13,7 +13,6 @@ log-probabilities. Adam does not depend on constant factors of the gradient. `RL
 one more forward pass.
 """
 
-import argparse
 import collections
 import json
 import os
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras import profiling
 
+from experiments.lab.benchmarks.peer_arguments import parse_peer
 from experiments.lab.benchmarks.word_reward import even_share
 
 
@@ -104,12 +104,7 @@ def trainer_config(settings: dict[str, Any], folder: Path, steps: int, rows: int
 
 def main() -> None:
     """Train for some steps."""
-    parser = argparse.ArgumentParser(description="TRL's side of benchmark_end_to_end")
-    parser.add_argument("--problem", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--rows", type=int, required=True)
-    arguments = parser.parse_args()
+    arguments = parse_peer("TRL's side of benchmark_end_to_end", steps=True)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     settings = json.loads((arguments.problem / "problem.json").read_text())
     prompts = json.loads((arguments.problem / "prompts.json").read_text())

@@ -13,7 +13,6 @@ config says, all calls of the sampler without a seed use the same random numbers
 which the model is then not trained. `load_model` and `Rollout` correct them.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -34,6 +33,7 @@ from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig, RolloutOut
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.sft.hooks import TrainingHooks
 
+from experiments.lab.benchmarks.peer_arguments import parse_peer
 from experiments.lab.benchmarks.word_reward import even_share
 
 Reward = Callable[..., list[float]]
@@ -166,12 +166,7 @@ def batches(columns: dict[str, Sequence[Any]], prompts: int, steps: int) -> Iter
 
 def main() -> None:
     """Train for some steps."""
-    parser = argparse.ArgumentParser(description="Tunix's side of benchmark_end_to_end")
-    parser.add_argument("--problem", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--rows", type=int, required=True)
-    arguments = parser.parse_args()
+    arguments = parse_peer("Tunix's side of benchmark_end_to_end", steps=True)
     settings = json.loads((arguments.problem / "problem.json").read_text()) | {"steps": arguments.steps}
     prompts = json.loads((arguments.problem / "prompts.json").read_text())
     rewards: list[float] = []
